@@ -1,0 +1,47 @@
+"""Parameters of the DSpark drafter in the released layout (`mtp.*`)."""
+
+from __future__ import annotations
+
+import jax
+from flax import struct
+
+from dspark_jax.config import ConfigError, ModelConfig
+from dspark_jax.kernels.quantized import Weight
+from dspark_jax.model.params import Block, HyperHead, Spec, block_specs, hyper_head_specs
+
+
+@struct.dataclass
+class DraftParams:
+    """Drafter stages and heads. Embedding and output head are the target's."""
+
+    w_main: Weight  # [M, taps*M] context projection of the target's features
+    g_main: jax.Array  # [M]
+    stages: Block  # [stages, ...], score-routed, sliding attention only
+    g_norm: jax.Array  # [M]
+    hyper_head: HyperHead
+    markov_w1: jax.Array  # [V, r] row of the previous token
+    markov_w2: jax.Array  # [V, r] to transition logits
+    w_confidence: jax.Array  # [1, M + r] hidden first, Markov row second
+    # Sequential temperature scaling: conditional confidence = sigmoid(scale_k * z_k + offset_k).
+    calibration_scale: jax.Array  # [block_size] float32
+    calibration_offset: jax.Array  # [block_size] float32
+
+
+def draft_specs(cfg: ModelConfig) -> DraftParams:
+    """Specifications of the drafter described by `cfg.draft`, in the structure of `DraftParams`."""
+    if cfg.draft is None:
+        raise ConfigError("this checkpoint has no DSpark drafter (config.json lacks dspark_* keys)")
+    c, v, r, g = cfg.hidden_size, cfg.vocab_size, cfg.draft.markov_rank, cfg.draft.block_size
+    taps = len(cfg.draft.target_layer_ids)
+    return DraftParams(
+        w_main=Spec((c, taps * c), ("model", None), "fp8", "matrix"),
+        g_main=Spec((c,), ("model",), "bf16", "one"),
+        stages=block_specs(cfg, cfg.draft.num_stages),
+        g_norm=Spec((c,), ("model",), "bf16", "one"),
+        hyper_head=hyper_head_specs(cfg),
+        markov_w1=Spec((v, r), (None, None), "bf16", "matrix"),
+        markov_w2=Spec((v, r), (None, None), "bf16", "matrix"),
+        w_confidence=Spec((1, c + r), (None, None), "bf16", "matrix"),
+        calibration_scale=Spec((g,), (None,), "f32", "one"),
+        calibration_offset=Spec((g,), (None,), "f32", "zero"),
+    )
