@@ -137,7 +137,7 @@ def block_specs(cfg: ModelConfig, layers: int) -> Block:
 
 def param_specs(cfg: ModelConfig) -> Params:
     """Specifications of the whole target, in the structure of `Params`."""
-    c, n, v = cfg.hidden_size, cfg.hc_mult, cfg.vocab_size
+    c, v = cfg.hidden_size, cfg.vocab_size
     num_csa = len(cfg.indices_of(AttentionKind.CSA))
     num_hca = len(cfg.indices_of(AttentionKind.HCA))
     csa = indexer = hca = tid2eid = None

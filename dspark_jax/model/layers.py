@@ -1,0 +1,87 @@
+"""Norms, rotary embedding, linear maps and the clamped gate: the pieces that every block is made of."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.config import ModelConfig
+from dspark_jax.kernels.quantized import Weight, dequantize
+
+
+def rms_norm(x: jax.Array, gain: jax.Array | None, eps: float) -> jax.Array:
+    """x [..., D] over its root mean square, times `gain` [D] if there is one.
+
+    Statistics and gain are applied in float32; the result has the dtype of `x`.
+    """
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    if gain is not None:
+        wide = wide * gain.astype(jnp.float32)
+    return wide.astype(x.dtype)
+
+
+def rotary_frequencies(cfg: ModelConfig, *, compressed: bool) -> np.ndarray:
+    """Angular frequency of each rotary pair [R/2], float32 radians per position.
+
+    Sliding-only layers use `rope_theta` unscaled; layers with a compressor use `compress_rope_theta` with YaRN
+    for everything in the layer. Cosine and sine are never scaled.
+    """
+    dim = cfg.qk_rope_head_dim
+    theta = cfg.compress_rope_theta if compressed else cfg.rope_theta
+    pair = np.arange(dim // 2)
+    freqs = theta ** (-2.0 * pair / dim)
+    yarn = cfg.yarn
+    if not compressed or yarn is None:
+        return freqs.astype(np.float32)
+
+    def pair_turning(rotations: float) -> float:
+        """Pair index that makes `rotations` full turns over the original context."""
+        turns = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_turning(yarn.beta_slow)), dim - 1)
+    ramp = np.clip((pair - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+    return (freqs * (1 - ramp) + freqs / yarn.factor * ramp).astype(np.float32)
+
+
+def rotate(
+    x: jax.Array, positions: jax.Array, frequencies: np.ndarray, *, inverse: bool = False
+) -> jax.Array:
+    """Rotate the last R entries of x [..., D] in interleaved pairs by position times frequency.
+
+    `positions` [...] broadcasts over x without its last axis, from the left. Angles and products are float32.
+    """
+    width = 2 * len(frequencies)
+    angle = positions.astype(jnp.float32)[..., None] * frequencies
+    angle = angle.reshape(angle.shape[:-1] + (1,) * (x.ndim - angle.ndim) + angle.shape[-1:])
+    cos, sin = jnp.cos(angle), jnp.sin(-angle if inverse else angle)
+    kept, tail = x[..., :-width], x[..., -width:].astype(jnp.float32)
+    even, odd = tail[..., 0::2], tail[..., 1::2]
+    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+    return jnp.concatenate([kept, turned.reshape(tail.shape).astype(x.dtype)], axis=-1)
+
+
+def linear(x: jax.Array, weight: Weight) -> jax.Array:
+    """x [..., K] times the transpose of weight [N, K] -> [..., N] in the dtype of x, accumulated in float32."""
+    matrix = dequantize(weight, x.dtype)
+    return jnp.einsum("...k,nk->...n", x, matrix, preferred_element_type=jnp.float32).astype(
+        x.dtype
+    )
+
+
+def linear_f32(x: jax.Array, weight: Weight) -> jax.Array:
+    """`linear` with operands and result in float32, for what the model keeps wide (router, compressor, mixes)."""
+    wide = x.astype(jnp.float32)
+    return jnp.einsum(
+        "...k,nk->...n", wide, dequantize(weight, jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """silu(min(gate, limit)) * clip(up, -limit, limit); the gate is bounded from above only."""
+    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
