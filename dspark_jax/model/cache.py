@@ -1,0 +1,131 @@
+"""What a request keeps between steps, addressed by position so that roll-back is a shorter length.
+
+Rings hold rows of *committed* tokens only: a step's own rows are handed around separately and enter the rings
+when they are accepted. Compressed entries are written when a window closes, accepted or not; one that closed on a
+rejected token is invisible (`entry < (t + 1) // m`) until its closing position is processed again and rewrites it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dspark_jax.config import AttentionKind, ModelConfig
+from dspark_jax.model.batch import TokenBatch
+
+
+@struct.dataclass
+class Cache:
+    """Stacked over the layers of a kind. Arrays of kinds that a model lacks are None."""
+
+    window: jax.Array  # [L, slots, W, D], ring slot = position mod W
+    csa_entries: jax.Array | None  # [L_csa, P, S_csa, D]
+    index_keys: jax.Array | None  # [L_csa, P, S_csa, I]
+    csa_open: (
+        jax.Array | None
+    )  # [L_csa, slots, 2m, 4D] float32: values of both halves, then gates + ape
+    index_open: jax.Array | None  # [L_csa, slots, 2m, 4I] float32
+    hca_entries: jax.Array | None  # [L_hca, P, S_hca, D]
+    hca_open: jax.Array | None  # [L_hca, slots, m, 2D] float32: values, then gates + ape
+
+
+@struct.dataclass
+class StepRows:
+    """Rows that one step's tokens made, in flat token order: what `commit` moves into the rings."""
+
+    window: jax.Array  # [L, T, D]
+    csa_open: jax.Array | None  # [L_csa, T, 4D] float32
+    index_open: jax.Array | None  # [L_csa, T, 4I] float32
+    hca_open: jax.Array | None  # [L_hca, T, 2D] float32
+
+
+class PageGeometry(NamedTuple):
+    """Pages shared by every compressed layer: one page covers `tokens` source positions."""
+
+    tokens: int
+    pages: int
+    max_pages: int  # of one request
+
+
+def page_tokens(cfg: ModelConfig) -> int:
+    """Source positions per page: a multiple of both ratios, at least two heavy windows and 64 positions."""
+    ratio = max(cfg.csa_ratio, cfg.hca_ratio)
+    return max(2 * ratio, -(-64 // ratio) * ratio)
+
+
+def init_cache(
+    cfg: ModelConfig,
+    *,
+    slots: int,
+    geometry: PageGeometry,
+    dtype: Any = jnp.float32,
+    fill: float = 0.0,
+) -> Cache:
+    """An empty cache. `fill` other than zero poisons it: nothing may read what was never written."""
+    d, i = cfg.head_dim, cfg.index_head_dim
+    num_csa = len(cfg.indices_of(AttentionKind.CSA))
+    num_hca = len(cfg.indices_of(AttentionKind.HCA))
+    for ratio in ({cfg.csa_ratio} if num_csa else set()) | ({cfg.hca_ratio} if num_hca else set()):
+        if geometry.tokens % ratio:
+            raise ValueError(f"page of {geometry.tokens} tokens is no multiple of ratio {ratio}")
+
+    def full(*shape: int, dtype: Any = dtype) -> jax.Array:
+        return jnp.full(shape, fill, dtype)
+
+    per_page = geometry.tokens // cfg.csa_ratio
+    csa_ring, hca_ring = 2 * cfg.csa_ratio, cfg.hca_ratio
+    return Cache(
+        window=full(cfg.num_hidden_layers, slots, cfg.sliding_window, d),
+        csa_entries=full(num_csa, geometry.pages, per_page, d) if num_csa else None,
+        index_keys=full(num_csa, geometry.pages, per_page, i) if num_csa else None,
+        csa_open=full(num_csa, slots, csa_ring, 4 * d, dtype=jnp.float32) if num_csa else None,
+        index_open=full(num_csa, slots, csa_ring, 4 * i, dtype=jnp.float32) if num_csa else None,
+        hca_entries=full(num_hca, geometry.pages, geometry.tokens // hca_ring, d)
+        if num_hca
+        else None,
+        hca_open=full(num_hca, slots, hca_ring, 2 * d, dtype=jnp.float32) if num_hca else None,
+    )
+
+
+def commit(cache: Cache, rows: StepRows, batch: TokenBatch, accepted: jax.Array) -> Cache:
+    """Move the rows of accepted tokens into the rings.
+
+    Args:
+      accepted: int32 [R], how many of each row's tokens (from its first) are kept.
+
+    Only the last ring-length accepted rows of a request are written, so no ring slot is written twice.
+    """
+    row = jnp.maximum(batch.seq_ids, 0)
+    within = batch.positions - batch.token_starts
+    kept = batch.is_token & (within < accepted[row])
+    behind = accepted[row] - 1 - within  # 0 for the newest accepted token of the request
+
+    def write(ring: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+        if ring is None or new is None:
+            return None
+        length = ring.shape[2]
+        slot = jnp.where(kept & (behind < length), batch.token_slots, ring.shape[1])
+        return ring.at[:, slot, batch.positions % length].set(new.astype(ring.dtype), mode="drop")
+
+    return cache.replace(
+        window=write(cache.window, rows.window),
+        csa_open=write(cache.csa_open, rows.csa_open),
+        index_open=write(cache.index_open, rows.index_open),
+        hca_open=write(cache.hca_open, rows.hca_open),
+    )
+
+
+def entry_places(
+    entries: jax.Array, page_table: jax.Array, slots: jax.Array, per_page: int
+) -> jax.Array:
+    """Where entry numbers [..., K] of slots [...] lie in the flat page pool: page * per_page + offset.
+
+    `page_table` is int32 [slots, max_pages]. Entries that no page holds answer with some place in the pool; the
+    caller masks them by count.
+    """
+    page = jnp.clip(entries // per_page, 0, page_table.shape[1] - 1)
+    pages = jnp.maximum(page_table[slots[..., None], page], 0)
+    return pages * per_page + entries % per_page

@@ -1,0 +1,265 @@
+"""The target over flat tokens: token ids to final hidden states, the drafter's features, and the step's rows.
+
+Layers are executed as few scans over repeating patterns (`ModelConfig.segments`). Weights and caches are read from
+whole stacks by layer index; the caches that a step writes are carries of the scan.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from dspark_jax.config import AttentionKind, LayerKind, ModelConfig, RouterKind
+from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.model import attention as attn
+from dspark_jax.model import hyper, moe
+from dspark_jax.model.batch import TokenBatch
+from dspark_jax.model.cache import Cache, StepRows
+from dspark_jax.model.layers import linear_f32, rms_norm, rotary_frequencies
+from dspark_jax.model.params import Block, Params
+
+
+@struct.dataclass
+class Forward:
+    """Result of one pass over a batch."""
+
+    hidden: jax.Array  # [T, M] after the final norm: input of the output head
+    taps: jax.Array | None  # [T, taps, M] stream means after the drafter's target layers
+    rows: StepRows  # to be committed once it is known what was accepted
+    cache: Cache  # with the entries of windows that closed in this step
+
+
+class _Carry(NamedTuple):
+    streams: jax.Array  # [T, N, M]
+    taps: jax.Array | None
+    csa_entries: jax.Array | None
+    index_keys: jax.Array | None
+    hca_entries: jax.Array | None
+
+
+class _Rows(NamedTuple):
+    """Rows of one layer; None where its kind has none."""
+
+    window: jax.Array
+    main_open: jax.Array | None
+    index_open: jax.Array | None
+
+
+def forward(
+    params: Params,
+    cfg: ModelConfig,
+    batch: TokenBatch,
+    cache: Cache,
+    page_table: jax.Array,
+    *,
+    dispatch: Dispatch,
+    tap_layers: tuple[int, ...] = (),
+) -> Forward:
+    """Run the target over a batch.
+
+    Args:
+      batch: T flat tokens. cache: rings of committed tokens, pages. page_table: int32 [slots, max_pages].
+      tap_layers: layers whose outputs, averaged over the streams, are returned for the drafter.
+
+    Returns:
+      See `Forward`. Hidden states of padding are finite and without meaning.
+    """
+    streams = hyper.spread(params.embed[batch.token_ids], cfg.hc_mult)
+    tokens, width = streams.shape[0], cfg.hidden_size
+    taps = jnp.zeros((tokens, len(tap_layers), width), streams.dtype) if tap_layers else None
+    carry = _Carry(streams, taps, cache.csa_entries, cache.index_keys, cache.hca_entries)
+    frame = attn.Frame(batch, page_table, dispatch)
+    tap_index = np.full(cfg.num_hidden_layers, len(tap_layers), np.int32)
+    tap_index[list(tap_layers)] = np.arange(len(tap_layers))
+    kind_index = _index_within_kind(cfg)
+
+    collected: list[tuple[LayerKind, _Rows]] = []
+    first = 0
+    for segment in cfg.segments:
+        width = len(segment.pattern)
+
+        def repetition(carry, i, segment=segment, first=first, width=width):
+            rows = []
+            for j, kind in enumerate(segment.pattern):
+                layer = first + i * width + j
+                carry, layer_rows = _layer(
+                    params, cfg, kind, carry, cache, frame, layer, jnp.asarray(kind_index)[layer]
+                )
+                if carry.taps is not None:
+                    place = jnp.asarray(tap_index)[layer]
+                    mean = jnp.mean(carry.streams, axis=1, dtype=jnp.float32)
+                    tapped = carry.taps.at[:, place].set(mean.astype(carry.taps.dtype), mode="drop")
+                    carry = carry._replace(taps=tapped)
+                rows.append(layer_rows)
+            return carry, tuple(rows)
+
+        carry, rows = jax.lax.scan(repetition, carry, jnp.arange(segment.count))
+        collected.append((segment.pattern, rows))
+        first += segment.count * width
+
+    with jax.named_scope("final_norm"):
+        hidden = hyper.collapse(carry.streams, params.hyper_head, cfg)
+        hidden = rms_norm(hidden, params.g_norm, cfg.rms_norm_eps)
+    return Forward(
+        hidden=hidden,
+        taps=carry.taps,
+        rows=_stack_rows(cfg, collected),
+        cache=cache.replace(
+            csa_entries=carry.csa_entries,
+            index_keys=carry.index_keys,
+            hca_entries=carry.hca_entries,
+        ),
+    )
+
+
+def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """Output head: hidden [..., M] -> float32 [..., V]."""
+    return linear_f32(hidden, params.head)
+
+
+def _layer(
+    params: Params,
+    cfg: ModelConfig,
+    kind: LayerKind,
+    carry: _Carry,
+    cache: Cache,
+    frame: attn.Frame,
+    layer: jax.Array,
+    own: jax.Array,
+) -> tuple[_Carry, _Rows]:
+    """One layer. `layer` counts all layers, `own` the layers of the same attention kind."""
+    block = _slice_block(params.blocks, layer)
+    with jax.named_scope(f"attention_{kind.attention.value}"):
+        mix = hyper.mix(carry.streams, block.hyper_attn, cfg)
+        h = rms_norm(hyper.enter(carry.streams, mix), block.g_attn, cfg.rms_norm_eps)
+        out, carry, rows = _attention(
+            params, cfg, kind.attention, h, block, carry, cache, frame, layer, own
+        )
+        streams = hyper.leave(carry.streams, out, mix)
+    with jax.named_scope("experts"):
+        mix = hyper.mix(streams, block.hyper_ffn, cfg)
+        h = rms_norm(hyper.enter(streams, mix), block.g_ffn, cfg.rms_norm_eps)
+        scores = moe.router_scores(h, block.w_router)
+        if kind.router is RouterKind.HASH:
+            expert_ids = params.tid2eid[layer, frame.batch.token_ids]
+        else:
+            expert_ids = moe.choose_by_score(scores, block.b_router, cfg)
+        weights = moe.expert_weights(scores, expert_ids, cfg)
+        # Padding goes to no expert, so it costs a grouped kernel nothing.
+        expert_ids = jnp.where(frame.batch.is_token[:, None], expert_ids, cfg.n_routed_experts)
+        out = moe.expert_block(
+            h,
+            expert_ids,
+            weights,
+            block,
+            params.blocks,
+            layer=layer,
+            cfg=cfg,
+            dispatch=frame.dispatch,
+        )
+        streams = hyper.leave(streams, out, mix)
+    return carry._replace(streams=streams), rows
+
+
+def _attention(
+    params: Params,
+    cfg: ModelConfig,
+    kind: AttentionKind,
+    h: jax.Array,
+    block: Block,
+    carry: _Carry,
+    cache: Cache,
+    frame: attn.Frame,
+    layer: jax.Array,
+    own: jax.Array,
+) -> tuple[jax.Array, _Carry, _Rows]:
+    """Attention block of one kind: output [T, M], carry with new entries, the layer's rows."""
+    positions = frame.batch.positions
+    frequencies = rotary_frequencies(cfg, compressed=attn.has_compressor(kind))
+    q, latent = attn.queries(h, block, positions, frequencies, cfg)
+    rows = attn.latent_rows(h, block, positions, frequencies, cfg.rms_norm_eps)
+    main_open = index_open = entries = places = counts = None
+    if kind is AttentionKind.CSA:
+        weights = jax.tree.map(lambda x: x[own], params.csa)
+        indexer = jax.tree.map(lambda x: x[own], params.indexer)
+        main_open = attn.open_row(h, weights, positions)
+        index_open = attn.open_row(h, indexer.compressor, positions)
+        entries = attn.write_entries(
+            carry.csa_entries, main_open, cache.csa_open, weights, frame, layer=own, cfg=cfg
+        )
+        index_keys = attn.write_entries(
+            carry.index_keys,
+            index_open,
+            cache.index_open,
+            indexer.compressor,
+            frame,
+            layer=own,
+            cfg=cfg,
+        )
+        carry = carry._replace(csa_entries=entries, index_keys=index_keys)
+        places, counts = attn.choose_entries(
+            h, latent, index_keys, indexer, frame, layer=own, cfg=cfg
+        )
+    elif kind is AttentionKind.HCA:
+        weights = jax.tree.map(lambda x: x[own], params.hca)
+        main_open = attn.open_row(h, weights, positions)
+        entries = attn.write_entries(
+            carry.hca_entries, main_open, cache.hca_open, weights, frame, layer=own, cfg=cfg
+        )
+        carry = carry._replace(hca_entries=entries)
+        places, counts = attn.all_entries(entries, frame, cfg.hca_ratio)
+    out = attn.attend(
+        q,
+        rows,
+        cache.window,
+        block,
+        frame,
+        layer=layer,
+        entries=entries,
+        entry_layer=own,
+        places=places,
+        counts=counts,
+    )
+    out = attn.project_output(out, block, positions, frequencies, cfg)
+    return out, carry, _Rows(rows, main_open, index_open)
+
+
+def _slice_block(stack: Block, layer: jax.Array) -> Block:
+    """One layer of the stack, without the routed experts: those are read from the stack itself."""
+    thin = stack.replace(w_gate_up=None, w_down=None)
+    return jax.tree.map(lambda x: x[layer], thin)
+
+
+def _index_within_kind(cfg: ModelConfig) -> np.ndarray:
+    """Of each layer, how many layers of the same attention kind come before it. int32 [L]."""
+    kinds = cfg.attention_kinds
+    return np.array([kinds[:i].count(kind) for i, kind in enumerate(kinds)], np.int32)
+
+
+def _stack_rows(cfg: ModelConfig, collected) -> StepRows:
+    """Rows of all segments, brought back into layer order per kind."""
+
+    def gather(field: str, kind: AttentionKind | None) -> jax.Array | None:
+        parts = []
+        for pattern, rows in collected:
+            chosen = [
+                getattr(r, field)
+                for layer_kind, r in zip(pattern, rows)
+                if kind in (None, layer_kind.attention)
+            ]
+            if chosen:
+                # [count, in pattern, T, ...] flattened to layer order.
+                stacked = jnp.stack(chosen, axis=1)
+                parts.append(stacked.reshape(-1, *stacked.shape[2:]))
+        return jnp.concatenate(parts) if parts else None
+
+    return StepRows(
+        window=gather("window", None),
+        csa_open=gather("main_open", AttentionKind.CSA),
+        index_open=gather("index_open", AttentionKind.CSA),
+        hca_open=gather("main_open", AttentionKind.HCA),
+    )
