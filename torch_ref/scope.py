@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Scope:
 
     weights: Mapping[str, Tensor]
     prefix: str = ""
-    simulation: Simulation = Simulation()
+    simulation: Simulation = field(default_factory=Simulation)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.weights[self.prefix + name]
