@@ -1,0 +1,271 @@
+"""The server's flags. Named as `vllm serve` names them where they mean the same; imports no JAX."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from dspark_jax.config import ConfigError, ModelConfig
+from dspark_jax.serving.speculative_config import (
+    SpeculativeConfig,
+    json_object,
+    parse_speculative_config,
+    to_json,
+)
+
+_API_KEY_VARIABLE = "DSPARK_API_KEY"
+_DEFAULT_MODEL_NAME = "dspark"
+# Flags of vLLM that cannot be honoured: the values that ask for nothing, and the remedy.
+_REFUSED = {
+    "--enable-lora": ((), "LoRA adapters are not supported; merge them into the checkpoint"),
+    "--lora-modules": ((), "LoRA adapters are not supported; merge them into the checkpoint"),
+    "--pipeline-parallel-size": (
+        ("1",),
+        "pipeline parallelism is not supported: confidences and drafts live with the last layer; "
+        "leave the flag out",
+    ),
+    "--decode-context-parallel-size": (
+        ("1",),
+        "context parallelism is not supported; leave the flag out",
+    ),
+    "--enforce-eager": ((), "every step runs a compiled program; leave the flag out"),
+    "--guided-decoding-backend": ((), "structured output is not supported; leave the flag out"),
+}
+_ALIASES = {
+    "-pp": "--pipeline-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "--num-gpu-blocks-override": "--num-pages",
+}
+
+
+class FlagError(Exception):
+    """A flag that cannot be honoured; the message is one line and names the remedy.
+
+    Not a `ValueError`, which tyro would catch and print in a box of its own.
+    """
+
+
+def _max_capture_size(text: str) -> int | None:
+    values = json_object(text)
+    unknown = sorted(set(values) - {"max_cudagraph_capture_size"})
+    if unknown:
+        raise ConfigError(f"unknown key {unknown[0]!r}; known is max_cudagraph_capture_size")
+    size = values.get("max_cudagraph_capture_size")
+    if size is not None and type(size) is not int:
+        raise ConfigError(f"max_cudagraph_capture_size must be an integer, got {size!r}")
+    return size
+
+
+def _json_flag(flag: str, parse: Callable[[str], Any], to_text: Callable[[Any], str]) -> Any:
+    def from_args(args: list[str]) -> Any:
+        try:
+            return parse(args[0])
+        except ConfigError as error:
+            raise FlagError(f"{flag}: {error}") from error
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=from_args,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: ["none" if value is None else to_text(value)],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """OpenAI-compatible server for DeepSeek-V4 with DSpark drafting and adaptive verification."""
+
+    model: Path | None = None
+    """Checkpoint folder; the small model that ships with the package if left out."""
+    served_model_name: str = _DEFAULT_MODEL_NAME
+    """Name under which clients ask for the model."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all."""
+    port: int = 8000
+    """Port to listen on; 0 picks a free one."""
+    api_key: str | None = None
+    """Key that clients must send as a bearer token; default: the variable DSPARK_API_KEY."""
+    max_model_len: int | None = None
+    """Most tokens of a request, prompt and output; default: the checkpoint's."""
+    max_num_seqs: int = 128
+    """Most requests in one step."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens in one step."""
+    seed: int = 0
+    """Seed from which requests without one draw theirs."""
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        _json_flag("--speculative-config", parse_speculative_config, to_json),
+    ] = None
+    """Drafting and verification, for example
+    {"method": "dspark", "enable_adaptive_verification": true}; ordinary decoding if left out."""
+    max_capture_tokens: int | None = None
+    """Tokens up to which step sizes are fine-grained; default: (draft length + 1) x max_num_seqs."""
+    compilation_config: Annotated[
+        int | None,
+        tyro.conf.arg(help='Same as --max-capture-tokens: {"max_cudagraph_capture_size": N}.'),
+        _json_flag("--compilation-config", _max_capture_size, str),
+    ] = None
+    bucket_ladder: Literal["default", "vllm"] = "default"
+    """Step sizes that are compiled."""
+    profile_context_len: int | None = None
+    """Synthetic context of the cost profile; default 8192, or the variable
+    DSPARK_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN."""
+    no_profile_cache: bool = False
+    """Measure the cost profile anew and don't store it."""
+    compilation_cache_dir: Path | None = None
+    """Folder for compiled programs and cost profiles; default: the user's cache folder."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Arithmetic; auto is bfloat16 on a GPU and float32 on a CPU."""
+    kv_cache_dtype: Literal["auto", "fp8", "bfloat16", "float32"] = "auto"
+    """How cache rows are stored."""
+    num_pages: int | None = None
+    """Cache pages; default: what fits. Also --num-gpu-blocks-override."""
+    per_request_spec_decode_metrics: bool = False
+    """Add a field metrics.speculative_decoding to responses."""
+    disable_log_stats: bool = False
+    """No periodic log line."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "max_model_len max_num_seqs max_num_batched_tokens max_capture_tokens "
+            "compilation_config profile_context_len num_pages"
+        )
+        for name in positive.split():
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise FlagError(f"{_flag(name)} must be at least 1, got {value}")
+        if not 0 <= self.port < 65536:
+            raise FlagError(f"--port must lie in 0..65535, got {self.port}")
+        if not 0 <= self.seed < 2**63:
+            raise FlagError(f"--seed must lie in 0..2**63-1, got {self.seed}")
+        if not self.served_model_name:
+            raise FlagError("--served-model-name must not be empty")
+        if self.api_key == "":
+            raise FlagError("--api-key must not be empty; leave it out to serve without a key")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise FlagError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} cannot hold one token of "
+                f"each of --max-num-seqs {self.max_num_seqs}; raise the former or lower the latter"
+            )
+        given = {self.max_capture_tokens, self.compilation_config} - {None}
+        if len(given) > 1:
+            raise FlagError(
+                f"--max-capture-tokens {self.max_capture_tokens} and --compilation-config "
+                f"{self.compilation_config} disagree; leave one of them out"
+            )
+
+    @property
+    def model_folder(self) -> Path:
+        """The checkpoint folder, the bundled one by default."""
+        return self.model or Path(str(resources.files("dspark_jax"))) / "bundled"
+
+    @property
+    def capture_tokens(self) -> int | None:
+        """Tokens up to which the ladder is fine, from either flag; None for the default."""
+        return self.max_capture_tokens or self.compilation_config
+
+    def check(self, model: ModelConfig) -> None:
+        """Refuse, with the remedy, what `model` cannot do; needs no weights.
+
+        Raises `FlagError`.
+        """
+        limit = model.max_position_embeddings
+        if self.max_model_len is not None and self.max_model_len > limit:
+            raise FlagError(
+                f"--max-model-len {self.max_model_len} exceeds the checkpoint's {limit} positions; "
+                f"use at most {limit}"
+            )
+        speculative = self.speculative_config
+        if speculative is None:
+            return
+        if model.draft is None:
+            raise FlagError(
+                "the checkpoint has no DSpark drafter (no dspark_block_size in config.json); "
+                "leave --speculative-config out"
+            )
+        block_size = model.draft.block_size
+        num_drafts = speculative.num_speculative_tokens
+        if num_drafts not in (None, block_size):
+            raise FlagError(
+                f"num_speculative_tokens {num_drafts} is not the block size {block_size} that the "
+                f"drafter was trained with; use {block_size}, and fixed_verify_len to verify fewer"
+            )
+        for name in ("fixed_verify_len", "min_depth"):
+            value = getattr(speculative, name)
+            if value is not None and value > block_size:
+                raise FlagError(f"{name} {value} exceeds the draft length {block_size}")
+        if self.max_num_batched_tokens < block_size + 1:
+            raise FlagError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} cannot hold one request's "
+                f"{block_size} drafts and its own token; use at least {block_size + 1}"
+            )
+
+
+def parse_flags(argv: Sequence[str] | None = None) -> ServeConfig:
+    """Read the command line.
+
+    Prints one line and exits with status 2 when a flag is unknown, refused, or has a bad value.
+    """
+    args = [_canonical(arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    try:
+        args = _without_harmless(args)
+        config, unknown = tyro.cli(
+            tyro.conf.FlagCreatePairsOff[ServeConfig],
+            prog="python -m dspark_jax.serving.serve",
+            args=args,
+            return_unknown_args=True,
+        )
+        if unknown:
+            raise FlagError(_unknown_flag(unknown[0]))
+    except FlagError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    # Not as tyro's default, which --help would print.
+    return replace(config, api_key=config.api_key or os.environ.get(_API_KEY_VARIABLE) or None)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _canonical(arg: str) -> str:
+    name, equals, value = arg.partition("=")
+    if name.startswith("--"):
+        name = _flag(name[2:])
+    return _ALIASES.get(name, name) + equals + value if name.startswith("-") else arg
+
+
+def _without_harmless(args: Sequence[str]) -> list[str]:
+    """Drop flags of `_REFUSED` whose value asks for nothing; `FlagError` for the others."""
+    rest, kept = list(args), []
+    while rest:
+        arg = rest.pop(0)
+        name, equals, value = arg.partition("=")
+        if name not in _REFUSED:
+            kept.append(arg)
+            continue
+        harmless, remedy = _REFUSED[name]
+        if not equals and harmless and rest:
+            value = rest.pop(0)
+        if value not in harmless:
+            raise FlagError(f"{name}: {remedy}")
+    return kept
+
+
+def _unknown_flag(arg: str) -> str:
+    name = arg.partition("=")[0]
+    if not name.startswith("-"):
+        return f"unexpected argument {name!r}; the checkpoint folder goes to --model"
+    near = difflib.get_close_matches(name, [_flag(f.name) for f in fields(ServeConfig)], n=1)
+    hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
+    return f"unknown flag {name}; {hint}"
