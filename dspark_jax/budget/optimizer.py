@@ -1,0 +1,260 @@
+"""How many drafted tokens a step should verify: stale confidences and a cost table → budget.
+
+The device decides *which* drafts the budget buys, from fresh confidences; this module only decides
+*how many*, from confidences of earlier proposals. Keeping the two apart keeps speculative sampling
+exact (DSpark paper, section 5.2). The search is exhaustive, because expected tokens per second
+isn't unimodal on a staircase of compiled shapes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from dspark_jax.budget.cost_table import CostTable
+
+LOGITS_CHUNK_BYTES = 2**30
+
+
+def logit_rows_in_chunk(vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:
+    """Rows of float32 logits that fit one sampler chunk, at least 1; 2076 for 129,280 tokens."""
+    return max(1, chunk_bytes // (4 * vocab_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetLimits:
+    """Hard limits of a step.
+
+    Attributes:
+        max_logit_rows: rows of logits a step may produce, drafts and one bonus row per request
+            together.
+    """
+
+    max_logit_rows: int
+
+    def __post_init__(self) -> None:
+        if self.max_logit_rows < 1:
+            raise ValueError(f"max_logit_rows must be at least 1, got {self.max_logit_rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetPolicy:
+    """What to optimise.
+
+    Attributes:
+        mode: `adaptive` chooses the budget; `fixed` verifies every draft; `none` verifies none and
+            runs no drafter.
+        hysteresis: a partial budget must be predicted faster than both ends (no draft, all drafts)
+            by this fraction, otherwise the better end is taken. Covers errors of the cost table; 0
+            gives the plain arg-max.
+        min_depth: drafts of every request that are verified whatever their confidence (fairness
+            floor).
+        target_token_ms: bound on the expected time per token of the slowest request. Among budgets
+            that keep it the fastest wins (without hysteresis); if none does, the one that comes
+            closest. None: throughput alone counts.
+    """
+
+    mode: Literal["none", "fixed", "adaptive"] = "adaptive"
+    hysteresis: float = 0.01
+    min_depth: int = 0
+    target_token_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("none", "fixed", "adaptive"):
+            raise ValueError(f"mode must be none, fixed or adaptive, got {self.mode!r}")
+        if not 0.0 <= self.hysteresis < 1.0:
+            raise ValueError(f"hysteresis must be in [0, 1), got {self.hysteresis}")
+        if self.min_depth < 0:
+            raise ValueError(f"min_depth must be >= 0, got {self.min_depth}")
+        if self.target_token_ms is not None and not self.target_token_ms > 0.0:
+            raise ValueError(f"target_token_ms must be positive, got {self.target_token_ms}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetDecision:
+    """A budget, and what was predicted for it.
+
+    Attributes:
+        budget: drafts to verify over all requests.
+        num_tokens: tokens of the step, drafts included; the step runs the smallest bucket that
+            holds them.
+        num_query_tokens: tokens without the drafts.
+        num_draft_tokens: drafts the scheduler offered.
+        num_sampling: requests that emit at least one token.
+        predicted_ms: predicted step time.
+        predicted_tokens: expected tokens emitted.
+        plain_ms: predicted time of the same step without drafts and without the drafter.
+        num_sanitised: confidences that were NaN or outside [0, 1]; to be added to a warning
+            counter.
+    """
+
+    budget: int
+    num_tokens: int
+    num_query_tokens: int
+    num_draft_tokens: int
+    num_sampling: int
+    predicted_ms: float
+    predicted_tokens: float
+    plain_ms: float
+    num_sanitised: int
+
+    @property
+    def tokens_per_ms(self) -> float:
+        """Predicted rate of this decision."""
+        return self.predicted_tokens / self.predicted_ms
+
+    @property
+    def plain_tokens_per_ms(self) -> float:
+        """Predicted rate of ordinary decoding, one token per sampling request."""
+        return self.num_sampling / self.plain_ms
+
+
+def choose_budget(
+    confidences: np.ndarray,
+    draft_lens: np.ndarray,
+    query_lens: np.ndarray,
+    samples: np.ndarray,
+    cost: CostTable,
+    context_len: float,
+    limits: BudgetLimits,
+    policy: BudgetPolicy,
+) -> BudgetDecision:
+    """The budget with the highest expected tokens per second.
+
+    With S the survivals (cumulative products of confidences) of the offered slots in descending
+    order, N the requests that sample, n all requests and T their query tokens, the budget maximises
+    over every B
+
+        (N + S[0] + … + S[B-1]) / (draft_ms(n) + verify_ms(T + B))
+
+    from 0 to all D offered drafts, or to max_logit_rows - n where that is less (not below 0);
+    ties to the smaller B. Prompt tokens are in the cost; a request still in its prompt is not in N.
+
+    Args:
+        confidences: float32[R, G], conditional acceptance of each position in an *earlier* proposal
+            of the request; NaN reads as 0 and the rest is clamped to [0, 1].
+        draft_lens: int[R], drafts offered, 0..G; slots from there on can't be chosen.
+        query_lens: int[R], tokens besides the drafts: 1 when decoding, the chunk when in the
+            prompt, 0 in a padding row.
+        samples: bool[R], the request emits a token in this step.
+        cost: step times; must reach sum(query_lens) + sum(draft_lens) tokens.
+        context_len: mean cached positions per request.
+        limits: hard limits.
+        policy: what to optimise.
+
+    Raises:
+        ValueError: the offered tokens don't fit the cost table, which is an error of the scheduler,
+            or `draft_lens` exceeds the number of positions.
+    """
+    draft_len = confidences.shape[1]
+    if draft_lens.size and int(draft_lens.max()) > draft_len:
+        raise ValueError(f"draft_lens up to {draft_lens.max()} for {draft_len} drafted positions")
+    num_query_tokens = int(query_lens.sum())
+    num_draft_tokens = int(draft_lens.sum())
+    num_requests = int(np.count_nonzero(query_lens))
+    num_sampling = int(np.count_nonzero(samples))
+    if num_query_tokens + num_draft_tokens > cost.max_tokens:
+        raise ValueError(
+            f"{num_query_tokens} query and {num_draft_tokens} draft tokens were scheduled for a "
+            f"step of at most {cost.max_tokens}"
+        )
+    max_budget = min(num_draft_tokens, max(0, limits.max_logit_rows - num_requests))
+
+    survival, num_sanitised = _survival(confidences)
+    is_offered = np.arange(draft_len) < draft_lens[:, None]
+    order = _best_slots(survival, is_offered, policy.min_depth)[:max_budget]
+    ranked = survival.ravel()[order]
+    min_budget = 0
+    if policy.mode == "adaptive" and policy.min_depth:
+        min_budget = min(int(np.minimum(draft_lens, policy.min_depth).sum()), max_budget)
+
+    # Entry i of these belongs to the budget min_budget + i.
+    tokens = num_sampling + np.concatenate(([0.0], np.cumsum(ranked)))[min_budget:]
+    step_ms = cost.steps_ms(
+        num_query_tokens + min_budget,
+        num_query_tokens + max_budget,
+        num_requests,
+        draft=policy.mode != "none",
+        context_len=context_len,
+    )
+    rate = tokens / step_ms
+
+    if policy.mode == "none":
+        index = 0
+    elif policy.mode == "fixed":
+        index = rate.size - 1
+    elif policy.target_token_ms is not None and num_sampling:
+        rows = order // draft_len
+        index = _fastest_within_target(rate, step_ms, ranked, rows, samples, policy)
+    else:
+        index = _fastest(rate, policy.hysteresis)
+    budget = min_budget + index
+    return BudgetDecision(
+        budget=budget,
+        num_tokens=num_query_tokens + budget,
+        num_query_tokens=num_query_tokens,
+        num_draft_tokens=num_draft_tokens,
+        num_sampling=num_sampling,
+        predicted_ms=float(step_ms[index]),
+        predicted_tokens=float(tokens[index]),
+        plain_ms=cost.step_ms(num_query_tokens, num_requests, draft=False, context_len=context_len),
+        num_sanitised=num_sanitised,
+    )
+
+
+def _survival(confidences: np.ndarray) -> tuple[np.ndarray, int]:
+    """float64[R, G] cumulative products of clean confidences; how many had to be cleaned."""
+    conditional = confidences.astype(np.float64)
+    # NaN fails both comparisons, so one pass finds everything that is wrong.
+    is_valid = (conditional >= 0.0) & (conditional <= 1.0)
+    num_sanitised = conditional.size - int(np.count_nonzero(is_valid))
+    if num_sanitised:
+        conditional = np.clip(np.nan_to_num(conditional, nan=0.0), 0.0, 1.0)
+    return np.multiply.accumulate(conditional, axis=1), num_sanitised
+
+
+def _best_slots(survival: np.ndarray, is_offered: np.ndarray, min_depth: int) -> np.ndarray:
+    """Flat indices of all slots: within `min_depth` first, by survival, not offered last."""
+    score = np.where(is_offered, survival, -1.0)
+    if min_depth:
+        score[:, :min_depth] += 2.0 * is_offered[:, :min_depth]
+    return np.argsort(-score, axis=None)
+
+
+def _fastest(rate: np.ndarray, hysteresis: float) -> int:
+    """First arg-max of the rate, or the better end where the gain stays under the hysteresis."""
+    best = int(np.argmax(rate))
+    end = 0 if rate[0] >= rate[-1] else rate.size - 1
+    # An equal rate is no reason to verify more: then the tail of the draft is expected to fail.
+    is_clear = rate[best] == rate[end] or rate[best] >= (1.0 + hysteresis) * rate[end]
+    return best if is_clear else end
+
+
+def _fastest_within_target(
+    rate: np.ndarray,
+    step_ms: np.ndarray,
+    ranked: np.ndarray,
+    rows: np.ndarray,
+    samples: np.ndarray,
+    policy: BudgetPolicy,
+) -> int:
+    """Fastest entry whose slowest request keeps the target time per token, else the nearest to it.
+
+    Only the last entry before each rise of the cost is looked at: within a flat stretch it has the
+    most tokens.
+    """
+    entries = np.append(np.flatnonzero(np.diff(step_ms) > 0.0), step_ms.size - 1)
+    budgets = entries + (ranked.size + 1 - step_ms.size)
+    # tokens[c, r]: what request r expects from budgets[c]; each slot counts from the first budget
+    # that buys it.
+    first_entry = np.searchsorted(budgets, np.arange(1, ranked.size + 1))
+    shape = (entries.size, samples.size)
+    gained = np.bincount(
+        first_entry * samples.size + rows, weights=ranked, minlength=entries.size * samples.size
+    )
+    tokens = 1.0 + np.cumsum(gained.reshape(shape), axis=0)
+    slowest_ms = step_ms[entries] / tokens[:, samples].min(axis=1)
+    is_kept = slowest_ms <= policy.target_token_ms
+    if is_kept.any():
+        return int(entries[np.argmax(np.where(is_kept, rate[entries], -np.inf))])
+    return int(entries[np.argmin(slowest_ms)])
