@@ -31,7 +31,8 @@ class RowPlan:
     `samples`, i.e. if the chunk ends the known tokens. A *decode row* has no `prompt_ids`: the device feeds the
     slot's anchor and up to `draft_cap` of its pending draft, at a position that only the device knows.
     `limit` is the total length (prompt and output) at which the row ends; before `min_len` total tokens the stop
-    ids cannot be drawn. `stop_ids` holds the end-of-sequence id too unless it is to be ignored.
+    ids cannot be drawn. Prompt tokens from position `prompt_len` on were output before a pre-emption: penalties
+    count them as output. `stop_ids` holds the end-of-sequence id too unless it is to be ignored.
     """
 
     slot: int
@@ -40,6 +41,7 @@ class RowPlan:
     samples: bool = True
     draft_cap: int = 0
     limit: int
+    prompt_len: int
     min_len: int = 0
     stop_ids: tuple[int, ...] = ()
     seed: int = 0  # 0 .. 2**64 - 1
@@ -83,11 +85,15 @@ class Logprobs:
 class StepOutputs:
     """Everything that comes back from a step, in the order of the plan's rows. G is the draft length."""
 
-    tokens: np.ndarray  # int32 [R, G + 1] committed tokens, the first num_tokens of each row are valid
+    tokens: (
+        np.ndarray
+    )  # int32 [R, G + 1] committed tokens, the first num_tokens of each row are valid
     num_tokens: np.ndarray  # int32 [R], 0 for a row that did not sample or had already ended
     finish: np.ndarray  # int32 [R], RowFinish
     verify_lens: np.ndarray  # int32 [R] drafts admitted
     confidences: np.ndarray  # float32 [R, G] conditional, of the proposal this step made
     logprobs: Logprobs | None  # rows r * (G + 1) + j describe tokens[r, j]
-    prompt_logprobs: Logprobs | None  # one row per fed prompt token of rows that want them, in order;
+    prompt_logprobs: (
+        Logprobs | None
+    )  # one row per fed prompt token of rows that want them, in order;
     # describes the token after it (the row's next prompt id; for the last fed token of the last chunk unused)

@@ -98,10 +98,7 @@ def commit(cache: Cache, rows: StepRows, batch: TokenBatch, accepted: jax.Array)
 
     Only the last ring-length accepted rows of a request are written, so no ring slot is written twice.
     """
-    row = jnp.maximum(batch.seq_ids, 0)
-    within = batch.positions - batch.token_starts
-    kept = batch.is_token & (within < accepted[row])
-    behind = accepted[row] - 1 - within  # 0 for the newest accepted token of the request
+    kept, behind = kept_tokens(batch, accepted)
 
     def write(ring: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
         if ring is None or new is None:
@@ -116,6 +113,16 @@ def commit(cache: Cache, rows: StepRows, batch: TokenBatch, accepted: jax.Array)
         index_open=write(cache.index_open, rows.index_open),
         hca_open=write(cache.hca_open, rows.hca_open),
     )
+
+
+def kept_tokens(batch: TokenBatch, accepted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which tokens are among the first `accepted` int32 [R] of their row.
+
+    Returns kept, bool [T], and behind, int32 [T]: how many kept tokens of the same row follow (0 for the newest).
+    """
+    row = jnp.maximum(batch.seq_ids, 0)
+    within = batch.positions - batch.token_starts
+    return batch.is_token & (within < accepted[row]), accepted[row] - 1 - within
 
 
 def entry_places(

@@ -1,0 +1,41 @@
+"""Divide a verification budget over all pending drafts by their fresh survival.
+
+The host chose the budget from older confidences; here the best slots of the current proposals win. A slot never
+outranks an earlier one of its own request (survival does not rise along a draft, and ties go to the earlier
+position), so what admits token k depends only on tokens before k: speculative sampling stays exact.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def allocate(confidences: jax.Array, caps: jax.Array, budget: jax.Array) -> jax.Array:
+    """How many drafts of each row are verified.
+
+    Args:
+      confidences: float32 [R, G], conditional acceptance of each drafted position. NaN counts as 0; values are
+        clamped to [0, 1].
+      caps: int32 [R], most drafts that the row may verify (0..G).
+      budget: int32 scalar, most drafts verified in all.
+
+    Returns:
+      int32 [R]: a prefix length per row, at most `caps`, summing to min(budget, sum(caps)). The winners are the
+      `budget` slots first in the order (survival descending, position ascending, row ascending).
+    """
+    rows, drafts = confidences.shape
+    conditional = jnp.clip(jnp.nan_to_num(confidences, nan=0.0, posinf=1.0, neginf=0.0), 0.0, 1.0)
+    survival = jnp.cumprod(conditional.astype(jnp.float32), axis=1)
+    open_ = jnp.arange(drafts) < caps[:, None]
+    # Flattened position-major and sorted stably, equal survivals fall in the order position, then row.
+    keys = jnp.where(open_, -survival, jnp.inf).T.reshape(-1)
+    order = jnp.argsort(keys, stable=True)
+    rank = (
+        jnp.zeros(rows * drafts, jnp.int32)
+        .at[order]
+        .set(jnp.arange(rows * drafts, dtype=jnp.int32))
+    )
+    rank = rank.reshape(drafts, rows).T
+    admitted = (rank < budget) & open_
+    return jnp.sum(admitted, axis=1, dtype=jnp.int32)

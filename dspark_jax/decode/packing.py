@@ -1,0 +1,134 @@
+"""The plan as device arrays: one integer and one float row per request, so a dispatch has few leaves."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from dspark_jax.decode.plan import MAX_STOP_IDS, StepPlan
+from dspark_jax.decode.sampling import SamplingRows
+
+_INTS = (
+    "slot num_prompt start samples draft_cap limit prompt_len min_len seed_low seed_high top_k "
+    "wants_logprobs wants_prompt_logprobs"
+).split()
+_FLOATS = "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty".split()
+NUM_INTS, NUM_FLOATS = len(_INTS) + MAX_STOP_IDS, len(_FLOATS)
+_INT = {name: i for i, name in enumerate(_INTS)}
+_FLOAT = {name: i for i, name in enumerate(_FLOATS)}
+_PADDING_FLOATS = np.array([0.0, 1.0, 0.0, 0.0, 0.0, 1.0], np.float32)
+
+
+@struct.dataclass
+class PackedPlan:
+    """What one step's executable takes besides parameters and state."""
+
+    ints: jax.Array | np.ndarray  # [R, NUM_INTS] int32; slot -1 marks an unused row
+    floats: jax.Array | np.ndarray  # [R, NUM_FLOATS] float32
+    prompt_ids: jax.Array | np.ndarray  # [T] int32, chunks of the prompt rows one behind the other
+    budget: jax.Array | np.ndarray  # int32 scalar
+    page_table: jax.Array | np.ndarray  # [slots, max_pages] int32
+
+
+@struct.dataclass
+class Rows:
+    """The packed rows by name, inside the traced step."""
+
+    slot: jax.Array
+    num_prompt: jax.Array
+    start: jax.Array
+    samples: jax.Array
+    draft_cap: jax.Array
+    limit: jax.Array
+    prompt_len: jax.Array
+    wants_logprobs: jax.Array
+    wants_prompt_logprobs: jax.Array
+    sampling: SamplingRows
+
+    @property
+    def is_used(self) -> jax.Array:
+        """[R] bool."""
+        return self.slot >= 0
+
+    @property
+    def is_decode(self) -> jax.Array:
+        """[R] bool: rows that continue from the device's own anchor."""
+        return self.is_used & (self.num_prompt == 0)
+
+
+def pack(plan: StepPlan, *, rows: int) -> PackedPlan:
+    """Pack `plan` for an executable of `plan.bucket` tokens and `rows` request rows (NumPy, on the host)."""
+    if len(plan.rows) > rows:
+        raise ValueError(f"{len(plan.rows)} rows do not fit an executable of {rows}")
+    ints = np.full((rows, NUM_INTS), -1, np.int32)
+    floats = np.tile(_PADDING_FLOATS, (rows, 1))
+    prompt_ids = np.zeros(plan.bucket, np.int32)
+    used = 0
+    for i, row in enumerate(plan.rows):
+        count = 0
+        if row.prompt_ids is not None:
+            count = len(row.prompt_ids)
+            prompt_ids[used : used + count] = row.prompt_ids
+            used += count
+        low, high = _signed(row.seed & 0xFFFFFFFF), _signed(row.seed >> 32)
+        ints[i] = (
+            (row.slot, count, row.start, row.samples, row.draft_cap, row.limit, row.prompt_len)
+            + (row.min_len, low, high, row.top_k, row.wants_logprobs, row.wants_prompt_logprobs)
+            + row.stop_ids
+            + (-1,) * (MAX_STOP_IDS - len(row.stop_ids))
+        )
+        floats[i] = (
+            row.temperature,
+            row.top_p,
+            row.min_p,
+            row.presence_penalty,
+            row.frequency_penalty,
+            row.repetition_penalty,
+        )
+    return PackedPlan(
+        ints=ints,
+        floats=floats,
+        prompt_ids=prompt_ids,
+        budget=np.int32(plan.budget),
+        page_table=plan.page_table,
+    )
+
+
+def unpack(plan: PackedPlan) -> Rows:
+    """Name the columns of a packed plan (traced)."""
+    ints, floats = jnp.asarray(plan.ints), jnp.asarray(plan.floats)
+
+    def integer(name: str) -> jax.Array:
+        return ints[:, _INT[name]]
+
+    used = integer("slot") >= 0
+
+    def count(name: str) -> jax.Array:
+        return jnp.where(used, integer(name), 0)
+
+    seed = jnp.stack([integer("seed_low"), integer("seed_high")], axis=1)
+    return Rows(
+        slot=integer("slot"),
+        num_prompt=count("num_prompt"),
+        start=count("start"),
+        samples=count("samples") == 1,
+        draft_cap=count("draft_cap"),
+        limit=count("limit"),
+        prompt_len=count("prompt_len"),
+        wants_logprobs=count("wants_logprobs") == 1,
+        wants_prompt_logprobs=count("wants_prompt_logprobs") == 1,
+        sampling=SamplingRows(
+            **{name: floats[:, i] for name, i in _FLOAT.items()},
+            top_k=count("top_k"),
+            seed=jax.lax.bitcast_convert_type(seed, jnp.uint32),
+            min_len=count("min_len"),
+            stop_ids=ints[:, len(_INTS) :],
+        ),
+    )
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of a 32-bit word."""
+    return word - (1 << 32) if word >= 1 << 31 else word

@@ -1,0 +1,149 @@
+"""From logits to a distribution, and draws from it that depend on the request and the position only."""
+
+from __future__ import annotations
+
+import enum
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+NEVER = -1e30  # a masked logit: finite, so that a fully masked row stays defined
+
+
+class Stream(enum.IntEnum):
+    """Independent random streams of one (request, position).
+
+    `TARGET` draws the token that the target itself emits (ordinary decoding, bonus and residual tokens, and both
+    sides of coupled verification); `DRAFT` the drafter's proposals; `ACCEPT` the acceptance coins.
+    """
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+
+
+@struct.dataclass
+class SamplingRows:
+    """Sampling parameters of rows, one entry per row in front; see `decode.plan.RowPlan` for meanings."""
+
+    temperature: jax.Array  # [C] float32, 0 is greedy
+    top_k: jax.Array  # [C] int32, 0 is off
+    top_p: jax.Array  # [C] float32, 1 is off
+    min_p: jax.Array  # [C] float32, 0 is off
+    presence_penalty: jax.Array  # [C] float32
+    frequency_penalty: jax.Array  # [C] float32
+    repetition_penalty: jax.Array  # [C] float32, 1 is off
+    seed: jax.Array  # [C, 2] uint32
+    min_len: jax.Array  # [C] int32, total length before which no stop id may be drawn
+    stop_ids: jax.Array  # [C, 9] int32, -1 where unused
+
+    def take(self, index: jax.Array) -> SamplingRows:
+        """Parameters of the rows in `index`."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+    @property
+    def is_greedy(self) -> jax.Array:
+        """[C] bool."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalty(self) -> jax.Array:
+        """[C] bool."""
+        return (
+            (self.presence_penalty != 0)
+            | (self.frequency_penalty != 0)
+            | (self.repetition_penalty != 1)
+        )
+
+
+def penalize(
+    logits: jax.Array, rows: SamplingRows, output_counts: jax.Array, in_prompt: jax.Array
+) -> jax.Array:
+    """Repetition, frequency and presence penalties as vLLM applies them.
+
+    Args:
+      logits: float32 [C, V]. output_counts: int32 [C, V] including drafted tokens before the row's position.
+      in_prompt: bool [C, V].
+    """
+    seen_out = output_counts > 0
+    repetition = jnp.where(seen_out | in_prompt, rows.repetition_penalty[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = logits - rows.frequency_penalty[:, None] * output_counts
+    return logits - rows.presence_penalty[:, None] * seen_out
+
+
+def forbid_stops(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
+    """Mask the stop ids of rows whose next token, at `positions` [C], would end the text before `min_len`."""
+    early = positions < rows.min_len  # a token at position p makes the total length p + 1
+
+    def mask(logits: jax.Array) -> jax.Array:
+        ids = jnp.where(early[:, None] & (rows.stop_ids >= 0), rows.stop_ids, logits.shape[1])
+        row = jnp.arange(logits.shape[0])[:, None]
+        return logits.at[row, ids].set(NEVER, mode="drop")
+
+    return jax.lax.cond(jnp.any(early), mask, lambda x: x, logits)
+
+
+def shape_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Temperature, then min-p, top-k and top-p: float32 [C, V] whose softmax is the sampling distribution.
+
+    Greedy rows pass unchanged. Filters keep every token tied with the last one that fits.
+    """
+    scaled = logits / jnp.where(rows.is_greedy, 1.0, rows.temperature)[:, None]
+    filtered = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+    filtered &= ~rows.is_greedy
+    return jax.lax.cond(
+        jnp.any(filtered),
+        lambda x: jnp.where(filtered[:, None], _filter(x, rows), x),
+        lambda x: x,
+        scaled,
+    )
+
+
+def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    vocab = logits.shape[1]
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    # p >= min_p * max(p), in logits; log(0) = -inf keeps everything.
+    logits = jnp.where(logits >= peak + jnp.log(rows.min_p)[:, None], logits, NEVER)
+    ranked = -jnp.sort(-logits, axis=-1)
+    k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
+    kth = jnp.take_along_axis(ranked, k[:, None] - 1, axis=-1)
+    logits = jnp.where(logits >= kth, logits, NEVER)
+    ranked = jnp.where(ranked >= kth, ranked, NEVER)
+    probs = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    # The most likely token always stays.
+    fits = (before < rows.top_p[:, None]) | (jnp.arange(vocab) == 0)
+    last = jnp.min(jnp.where(fits, ranked, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where((logits >= last) | (rows.top_p >= 1)[:, None], logits, NEVER)
+
+
+def row_keys(seed: jax.Array, positions: jax.Array, stream: Stream) -> jax.Array:
+    """One key per row from its seed [C, 2], the absolute position [C] of the token drawn, and the stream."""
+
+    def one(words: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.fold_in(jax.random.fold_in(key, position), int(stream))
+
+    return jax.vmap(one)(seed, positions)
+
+
+def draw(shaped: jax.Array, rows: SamplingRows, positions: jax.Array, stream: Stream) -> jax.Array:
+    """One token per row, int32 [C]: arg-max of shaped logits [C, V], plus Gumbel noise where temperature > 0.
+
+    Ties go to the lowest id. The noise of a row depends on its seed, position and stream alone.
+    """
+
+    def noisy(shaped: jax.Array) -> jax.Array:
+        keys = row_keys(rows.seed, positions, stream)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, shaped.shape[1:]))(keys)
+        return shaped + jnp.where(rows.is_greedy[:, None], 0.0, noise)
+
+    scores = jax.lax.cond(jnp.all(rows.is_greedy), lambda x: x, noisy, shaped)
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+def uniform(rows: SamplingRows, positions: jax.Array, stream: Stream) -> jax.Array:
+    """One uniform number in [0, 1) per row, float32 [C]."""
+    return jax.vmap(lambda key: jax.random.uniform(key))(row_keys(rows.seed, positions, stream))

@@ -1,0 +1,81 @@
+"""Everything the device keeps between steps. One tree, donated to each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dspark_jax.config import ModelConfig
+from dspark_jax.model.cache import Cache, PageGeometry, init_cache
+
+
+@struct.dataclass
+class Proposals:
+    """The pending draft of every slot, G tokens each, made at the end of the step before."""
+
+    lens: jax.Array  # [slots] int32, G or 0 where nothing was drafted
+    tokens: jax.Array  # [slots, G] int32
+    logits: jax.Array  # [slots, G, V] float32, corrected by the Markov head, before temperature
+    logprobs: jax.Array  # [slots, G] float32, log q of each token under the request's own sampling
+    confidences: jax.Array  # [slots, G] float32, conditional
+
+
+@struct.dataclass
+class TokenCounts:
+    """What penalties look at."""
+
+    output: jax.Array  # [slots, V] int32, occurrences in the output
+    prompt: jax.Array  # [slots, V] bool, presence in the prompt
+
+
+@struct.dataclass
+class DecodeState:
+    """Per slot. `positions` counts the tokens that are fed and kept; the anchor stands at that position."""
+
+    cache: Cache
+    positions: jax.Array  # [slots] int32
+    anchors: jax.Array  # [slots] int32, last token drawn, not fed yet
+    ended: jax.Array  # [slots] bool
+    counts: TokenCounts
+    draft_window: jax.Array | None  # [stages, slots, W, D] ring of the drafter's context rows
+    proposals: Proposals | None
+
+
+def init_state(
+    cfg: ModelConfig,
+    *,
+    slots: int,
+    geometry: PageGeometry,
+    with_drafter: bool,
+    dtype: Any = jnp.float32,
+    fill: float = 0.0,
+) -> DecodeState:
+    """State of `slots` empty slots. `fill` poisons the caches, for tests."""
+    v = cfg.vocab_size
+    window = proposals = None
+    if with_drafter:
+        assert cfg.draft is not None
+        g = cfg.draft.block_size
+        shape = (cfg.draft.num_stages, slots, cfg.sliding_window, cfg.head_dim)
+        window = jnp.full(shape, fill, dtype)
+        proposals = Proposals(
+            lens=jnp.zeros(slots, jnp.int32),
+            tokens=jnp.zeros((slots, g), jnp.int32),
+            logits=jnp.zeros((slots, g, v), jnp.float32),
+            logprobs=jnp.zeros((slots, g), jnp.float32),
+            confidences=jnp.ones((slots, g), jnp.float32),
+        )
+    return DecodeState(
+        cache=init_cache(cfg, slots=slots, geometry=geometry, dtype=dtype, fill=fill),
+        positions=jnp.zeros(slots, jnp.int32),
+        anchors=jnp.zeros(slots, jnp.int32),
+        ended=jnp.ones(slots, bool),
+        counts=TokenCounts(
+            output=jnp.zeros((slots, v), jnp.int32), prompt=jnp.zeros((slots, v), bool)
+        ),
+        draft_window=window,
+        proposals=proposals,
+    )

@@ -1,0 +1,501 @@
+"""One engine step as a pure function: admit drafts, run the target, verify, commit, draft again.
+
+Nothing that the device decides here is needed by the host to launch the next step: lengths, anchors and proposals
+stay in the state. The host chose only totals (the plan's budget and bucket).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dspark_jax.config import ModelConfig
+from dspark_jax.decode.allocate import allocate
+from dspark_jax.decode.packing import PackedPlan, Rows, unpack
+from dspark_jax.decode.plan import RowFinish
+from dspark_jax.decode.sampling import (
+    SamplingRows,
+    Stream,
+    draw,
+    forbid_stops,
+    penalize,
+    shape_logits,
+)
+from dspark_jax.decode.state import DecodeState, Proposals, TokenCounts
+from dspark_jax.decode.verify import (
+    LogitRows,
+    Method,
+    Verdict,
+    verify_coupled,
+    verify_standard,
+)
+from dspark_jax.draft.backbone import context_rows, write_context
+from dspark_jax.draft.params import DraftParams
+from dspark_jax.draft.propose import propose
+from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.model.batch import TokenBatch, layout
+from dspark_jax.model.cache import commit, kept_tokens
+from dspark_jax.model.params import Params
+from dspark_jax.model.transformer import Forward, forward, logits
+
+MAX_LOGPROBS = 20
+
+
+@struct.dataclass
+class ModelParams:
+    """Target and drafter; `draft` None decodes without speculation."""
+
+    target: Params
+    draft: DraftParams | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What is fixed when a step is compiled."""
+
+    rows: int  # R, request rows
+    tokens: int  # T, flat tokens
+    logit_rows: int  # C, tokens whose logits are computed
+    run_drafter: bool
+    method: Method
+    dispatch: Dispatch
+
+
+@struct.dataclass
+class DeviceLogprobs:
+    """Log-probabilities of rows [N] under the target's raw logits."""
+
+    chosen: jax.Array  # [N] float32
+    top_ids: jax.Array  # [N, 20] int32
+    top: jax.Array  # [N, 20] float32
+
+
+@struct.dataclass
+class DeviceOutputs:
+    """See `decode.plan.StepOutputs`; `ints` holds tokens (G + 1), num_tokens, finish and verify_lens by column."""
+
+    ints: jax.Array  # [R, G + 4] int32
+    confidences: jax.Array  # [R, G] float32
+    logprobs: DeviceLogprobs  # N = R * (G + 1)
+    prompt_logprobs: DeviceLogprobs  # N = C, the rows of prompt tokens first, in flat order
+
+
+class _Picked(NamedTuple):
+    """The tokens whose logits are needed, compacted to C."""
+
+    token: jax.Array  # [C] flat token, T where unused
+    row_of: jax.Array  # [C] request row, R where unused
+    base: jax.Array  # [R] first verification row of each request
+
+
+def step(
+    params: ModelParams,
+    state: DecodeState,
+    plan: PackedPlan,
+    *,
+    cfg: ModelConfig,
+    options: StepOptions,
+) -> tuple[DecodeState, DeviceOutputs]:
+    """Advance every planned row by one step; see the module's text for the stages."""
+    rows = unpack(plan)
+    slots = jnp.maximum(rows.slot, 0)
+    live = rows.is_decode & ~state.ended[slots]
+    verify_lens = _admit(state, rows, slots, live, jnp.asarray(plan.budget))
+    batch = _lay_out(state, rows, slots, live, verify_lens, plan, options.tokens)
+    state = state.replace(counts=_count_prompt(state.counts, batch, rows))
+    out = forward(
+        params.target,
+        cfg,
+        batch,
+        state.cache,
+        jnp.asarray(plan.page_table),
+        dispatch=options.dispatch,
+        tap_layers=cfg.draft.target_layer_ids if params.draft is not None and cfg.draft else (),
+    )
+    samples = live | (rows.is_used & ~rows.is_decode & rows.samples)
+    picked = _pick(batch, rows, samples, verify_lens, options.logit_rows)
+    raw = logits(params.target, out.hidden[jnp.minimum(picked.token, options.tokens - 1)])
+    newest = jnp.where(rows.is_decode, state.positions[slots], rows.start + rows.num_prompt - 1)
+    where = LogitRows(picked.base, verify_lens, newest)
+    with jax.named_scope("verify"):
+        verdict = _verify(state, rows, slots, batch, picked, where, raw, options.method)
+        tokens, num_tokens, finish = _end(verdict, rows, samples, where, picked, raw)
+    with jax.named_scope("commit"):
+        accepted = jnp.where(rows.is_decode, num_tokens, rows.num_prompt)
+        state = _commit(
+            state, out, batch, rows, tokens, num_tokens, finish, samples, newest, accepted
+        )
+    if params.draft is not None:
+        assert out.taps is not None
+        state = _draft(params, state, out.taps, batch, rows, samples, accepted, cfg, options)
+    return state, _outputs(
+        state, rows, slots, batch, picked, raw, tokens, num_tokens, finish, verify_lens
+    )
+
+
+def _admit(
+    state: DecodeState, rows: Rows, slots: jax.Array, live: jax.Array, budget: jax.Array
+) -> jax.Array:
+    """How many pending drafts of each row are verified in this step: int32 [R]."""
+    if state.proposals is None:
+        return jnp.zeros(slots.shape, jnp.int32)
+    with jax.named_scope("allocate"):
+        # A row may still emit limit - position - 1 tokens, and a verification emits one more than its drafts.
+        room = rows.limit - state.positions[slots] - 2
+        caps = jnp.minimum(jnp.minimum(rows.draft_cap, state.proposals.lens[slots]), room)
+        caps = jnp.where(live, jnp.maximum(caps, 0), 0)
+        return allocate(state.proposals.confidences[slots], caps, budget)
+
+
+def _lay_out(
+    state: DecodeState,
+    rows: Rows,
+    slots: jax.Array,
+    live: jax.Array,
+    verify_lens: jax.Array,
+    plan: PackedPlan,
+    tokens: int,
+) -> TokenBatch:
+    """Flat tokens of the step: prompt chunks from the plan, anchors and admitted drafts from the state."""
+    q_lens = jnp.where(live, 1 + verify_lens, rows.num_prompt)
+    starts = jnp.where(rows.is_decode, state.positions[slots], rows.start)
+    batch, within = layout(tokens, slots, starts, q_lens)
+    row = jnp.maximum(batch.seq_ids, 0)
+    offset = jnp.cumsum(rows.num_prompt) - rows.num_prompt
+    place = jnp.clip(offset[row] + within, 0, tokens - 1)
+    from_prompt = jnp.asarray(plan.prompt_ids)[place]
+    from_state = state.anchors[batch.token_slots]
+    if state.proposals is not None:
+        column = jnp.clip(within - 1, 0, state.proposals.tokens.shape[1] - 1)
+        drafted = state.proposals.tokens[batch.token_slots, column]
+        from_state = jnp.where(within == 0, from_state, drafted)
+    ids = jnp.where(rows.is_decode[row], from_state, from_prompt)
+    return batch.replace(token_ids=jnp.where(batch.is_token, ids, 0))
+
+
+def _pick(
+    batch: TokenBatch, rows: Rows, samples: jax.Array, verify_lens: jax.Array, count: int
+) -> _Picked:
+    """Compact the tokens that need logits: every verification row, and prompt tokens whose probability is asked."""
+    tokens = batch.token_ids.shape[0]
+    row = jnp.maximum(batch.seq_ids, 0)
+    ends = batch.cu_q_lens[1:]
+    verified_from = jnp.where(samples, ends - 1 - verify_lens, tokens)
+    flat = jnp.arange(tokens)
+    wanted = batch.is_token & ((flat >= verified_from[row]) | rows.wants_prompt_logprobs[row])
+    token = jnp.nonzero(wanted, size=count, fill_value=tokens)[0].astype(jnp.int32)
+    before = jnp.cumsum(wanted) - wanted
+    owner = jnp.append(batch.seq_ids, -1)[token]
+    return _Picked(
+        token=token,
+        row_of=jnp.where(owner >= 0, owner, samples.shape[0]),
+        base=before[jnp.clip(verified_from, 0, tokens - 1)].astype(jnp.int32),
+    )
+
+
+def _shaped(
+    raw: jax.Array,
+    sampling: SamplingRows,
+    positions: jax.Array,
+    slots: jax.Array,
+    counts: TokenCounts,
+    drafted: jax.Array | None,
+) -> jax.Array:
+    """Sampling distribution of raw logits [C, V] for the token at `positions` [C], as shaped logits.
+
+    `drafted` int32 [C, G] are drafted tokens before the position (-1: none): penalties count them as output. Both
+    sides of a verification go through here, so p and q are shaped alike.
+    """
+
+    def with_penalties(raw: jax.Array) -> jax.Array:
+        output = counts.output[slots]
+        if drafted is not None:
+            column = jnp.where(drafted >= 0, drafted, raw.shape[1])
+            output = output.at[jnp.arange(raw.shape[0])[:, None], column].add(1, mode="drop")
+        return penalize(raw, sampling, output, counts.prompt[slots])
+
+    penalized = jax.lax.cond(jnp.any(sampling.has_penalty), with_penalties, lambda x: x, raw)
+    return shape_logits(forbid_stops(penalized, sampling, positions), sampling)
+
+
+def _verify(
+    state: DecodeState,
+    rows: Rows,
+    slots: jax.Array,
+    batch: TokenBatch,
+    picked: _Picked,
+    where: LogitRows,
+    raw: jax.Array,
+    method: Method,
+) -> Verdict:
+    """Judge the admitted drafts of every row and draw the token that follows the accepted ones."""
+    owner = jnp.minimum(picked.row_of, slots.shape[0] - 1)
+    place = batch.positions[jnp.minimum(picked.token, batch.positions.shape[0] - 1)] + 1
+    proposals = state.proposals
+    drafted = None
+    if proposals is not None:
+        within = jnp.arange(picked.token.shape[0]) - where.base[owner]
+        column = jnp.arange(proposals.tokens.shape[1])
+        ahead = column < jnp.minimum(within, where.verify_lens[owner])[:, None]
+        drafted = jnp.where(ahead, proposals.tokens[slots[owner]], -1)
+    shaped = _shaped(raw, rows.sampling.take(owner), place, slots[owner], state.counts, drafted)
+    if proposals is None:
+        last = draw(
+            shaped[jnp.minimum(where.base, shaped.shape[0] - 1)],
+            rows.sampling,
+            where.positions + 1,
+            Stream.TARGET,
+        )
+        return Verdict(last[:, None], jnp.zeros_like(last))
+    tokens = proposals.tokens[slots]
+    if method is Method.COUPLED:
+        return verify_coupled(shaped, tokens, where, rows.sampling, picked.row_of)
+
+    def draft_shaped(k: jax.Array) -> jax.Array:
+        before = jnp.where(jnp.arange(tokens.shape[1]) < k[:, None], tokens, -1)
+        return _shaped(
+            proposals.logits[slots, k],
+            rows.sampling,
+            where.positions + 1 + k,
+            slots,
+            state.counts,
+            before,
+        )
+
+    return verify_standard(
+        shaped, tokens, proposals.logprobs[slots], draft_shaped, where, rows.sampling
+    )
+
+
+def _end(
+    verdict: Verdict,
+    rows: Rows,
+    samples: jax.Array,
+    where: LogitRows,
+    picked: _Picked,
+    raw: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cut each row at its first stop id and at its limit: tokens [R, G+1], num_tokens [R], finish [R]."""
+    tokens, accept_lens = verdict
+    room = rows.limit - where.positions - 1
+    stop_ids = rows.sampling.stop_ids
+    is_stop = jnp.any((tokens[..., None] == stop_ids[:, None]) & (stop_ids[:, None] >= 0), axis=-1)
+    place = jnp.arange(tokens.shape[1])
+    is_stop &= place <= accept_lens[:, None]
+    stops = jnp.any(is_stop, axis=1)
+    until_stop = jnp.where(stops, jnp.argmax(is_stop, axis=1) + 1, accept_lens + 1)
+    num_tokens = jnp.minimum(until_stop, room)
+    stops &= until_stop <= room
+    bad = jnp.zeros(samples.shape[0], bool)
+    bad = bad.at[picked.row_of].max(~jnp.all(jnp.isfinite(raw), axis=-1), mode="drop")
+    finish = jnp.where(
+        stops, RowFinish.STOP, jnp.where(num_tokens >= room, RowFinish.LENGTH, RowFinish.RUNNING)
+    )
+    finish = jnp.where(bad, RowFinish.NON_FINITE, finish)
+    num_tokens = jnp.where(samples & ~bad, num_tokens, 0)
+    finish = jnp.where(samples | bad, finish, RowFinish.RUNNING)
+    return tokens, num_tokens.astype(jnp.int32), finish.astype(jnp.int32)
+
+
+def _count_prompt(counts: TokenCounts, batch: TokenBatch, rows: Rows) -> TokenCounts:
+    """Count the prompt tokens of rows with penalties; a row that starts at 0 first forgets its slot's past."""
+    penalized = rows.sampling.has_penalty & rows.is_used & ~rows.is_decode
+
+    def count(counts: TokenCounts) -> TokenCounts:
+        slots = counts.output.shape[0]
+        fresh = jnp.where(penalized & (rows.start == 0), rows.slot, slots)
+        output = counts.output.at[fresh].set(0, mode="drop")
+        prompt = counts.prompt.at[fresh].set(False, mode="drop")
+        row = jnp.maximum(batch.seq_ids, 0)
+        counted = batch.is_token & penalized[row]
+        was_output = batch.positions >= rows.prompt_len[row]
+        into_output = jnp.where(counted & was_output, batch.token_slots, slots)
+        into_prompt = jnp.where(counted & ~was_output, batch.token_slots, slots)
+        return TokenCounts(
+            output=output.at[into_output, batch.token_ids].add(1, mode="drop"),
+            prompt=prompt.at[into_prompt, batch.token_ids].set(True, mode="drop"),
+        )
+
+    return jax.lax.cond(jnp.any(penalized), count, lambda x: x, counts)
+
+
+def _commit(
+    state: DecodeState,
+    out: Forward,
+    batch: TokenBatch,
+    rows: Rows,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    finish: jax.Array,
+    samples: jax.Array,
+    newest: jax.Array,
+    accepted: jax.Array,
+) -> DecodeState:
+    """Keep what was accepted: rows into rings, lengths forward, the last token as the new anchor."""
+    slots = state.positions.shape[0]
+    touched = jnp.where(rows.is_used, rows.slot, slots)
+    drew = jnp.where(num_tokens > 0, rows.slot, slots)
+    last = jnp.take_along_axis(tokens, jnp.maximum(num_tokens - 1, 0)[:, None], axis=1)[:, 0]
+    # The anchor stands one behind the last token that is fed and kept.
+    position = jnp.where(samples, newest + num_tokens, rows.start + rows.num_prompt)
+    moved = jnp.where(samples & (num_tokens == 0), slots, touched)
+    moved = jnp.where(rows.is_decode & ~samples, slots, moved)
+    was_ended = rows.is_decode & state.ended[jnp.maximum(rows.slot, 0)]
+    ended = was_ended | (finish != RowFinish.RUNNING)
+    return state.replace(
+        cache=commit(out.cache, out.rows, batch, accepted),
+        positions=state.positions.at[moved].set(position, mode="drop"),
+        anchors=state.anchors.at[drew].set(last, mode="drop"),
+        ended=state.ended.at[touched].set(ended, mode="drop"),
+        counts=_count_output(state.counts, rows, tokens, num_tokens),
+    )
+
+
+def _count_output(
+    counts: TokenCounts, rows: Rows, tokens: jax.Array, num_tokens: jax.Array
+) -> TokenCounts:
+    """Count the committed tokens of rows with penalties."""
+    penalized = rows.sampling.has_penalty & rows.is_used
+
+    def count(output: jax.Array) -> jax.Array:
+        kept = penalized[:, None] & (jnp.arange(tokens.shape[1]) < num_tokens[:, None])
+        slot = jnp.where(kept, rows.slot[:, None], output.shape[0])
+        return output.at[slot, tokens].add(1, mode="drop")
+
+    return counts.replace(
+        output=jax.lax.cond(jnp.any(penalized), count, lambda x: x, counts.output)
+    )
+
+
+def _draft(
+    params: ModelParams,
+    state: DecodeState,
+    taps: jax.Array,
+    batch: TokenBatch,
+    rows: Rows,
+    samples: jax.Array,
+    accepted: jax.Array,
+    cfg: ModelConfig,
+    options: StepOptions,
+) -> DecodeState:
+    """Extend the drafter's context by the committed tokens and, if asked, propose for every row that drew."""
+    assert params.draft is not None
+    assert state.draft_window is not None
+    assert state.proposals is not None
+    kept, behind = kept_tokens(batch, accepted)
+    with jax.named_scope("draft_context"):
+        window = write_context(
+            state.draft_window,
+            context_rows(params.draft, cfg, taps, batch.positions),
+            slots=batch.token_slots,
+            positions=batch.positions,
+            kept=kept,
+            behind=behind,
+        )
+    slots = state.positions.shape[0]
+    touched = jnp.where(rows.is_used, rows.slot, slots)
+    pending = state.proposals
+    if not options.run_drafter:
+        lens = pending.lens.at[touched].set(0, mode="drop")
+        return state.replace(draft_window=window, proposals=pending.replace(lens=lens))
+    slot = jnp.maximum(rows.slot, 0)
+    active = samples & ~state.ended[slot]
+    stream = Stream.TARGET if options.method is Method.COUPLED else Stream.DRAFT
+
+    def choose(raw: jax.Array, positions: jax.Array, drafted: jax.Array):
+        shaped = _shaped(raw, rows.sampling, positions, slot, state.counts, drafted)
+        token = draw(shaped, rows.sampling, positions, stream)
+        own = jnp.take_along_axis(shaped, token[:, None], axis=1)[:, 0]
+        return token, own - jax.nn.logsumexp(shaped, axis=-1)
+
+    with jax.named_scope("draft"):
+        proposal = propose(
+            params.draft,
+            params.target,
+            cfg,
+            window,
+            anchors=state.anchors[slot],
+            positions=state.positions[slot],
+            slots=slot,
+            is_row=active,
+            choose=choose,
+            dispatch=options.dispatch,
+        )
+    drafts = proposal.tokens.shape[1]
+    at = jnp.where(active, rows.slot, slots)
+    return state.replace(
+        draft_window=window,
+        proposals=Proposals(
+            lens=pending.lens.at[touched].set(jnp.where(active, drafts, 0), mode="drop"),
+            tokens=pending.tokens.at[at].set(proposal.tokens, mode="drop"),
+            logits=pending.logits.at[at].set(proposal.logits, mode="drop"),
+            logprobs=pending.logprobs.at[at].set(proposal.logprobs, mode="drop"),
+            confidences=pending.confidences.at[at].set(proposal.confidences, mode="drop"),
+        ),
+    )
+
+
+def _outputs(
+    state: DecodeState,
+    rows: Rows,
+    slots: jax.Array,
+    batch: TokenBatch,
+    picked: _Picked,
+    raw: jax.Array,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    finish: jax.Array,
+    verify_lens: jax.Array,
+) -> DeviceOutputs:
+    """Pack what the host reads."""
+    summary = jnp.stack([num_tokens, finish, verify_lens], axis=1)
+    if state.proposals is None:
+        confidences = jnp.zeros((slots.shape[0], 0), jnp.float32)
+    else:
+        confidences = state.proposals.confidences[slots]
+    drawn_row = picked.base[:, None] + jnp.arange(tokens.shape[1])
+    drawn_row = jnp.minimum(drawn_row, raw.shape[0] - 1).reshape(-1)
+    # The token that follows a prompt token is the next one fed; behind the last one nothing follows yet.
+    follower = jnp.append(batch.token_ids[1:], 0)
+    fed = jnp.minimum(picked.token, batch.token_ids.shape[0] - 1)
+    owner = jnp.minimum(picked.row_of, slots.shape[0] - 1)
+    is_prompt = (picked.row_of < slots.shape[0]) & rows.wants_prompt_logprobs[owner]
+    prompt_row = jnp.nonzero(is_prompt, size=raw.shape[0], fill_value=0)[0]
+    return DeviceOutputs(
+        ints=jnp.concatenate([tokens, summary], axis=1).astype(jnp.int32),
+        confidences=confidences,
+        logprobs=_logprobs(raw, drawn_row, tokens.reshape(-1), jnp.any(rows.wants_logprobs)),
+        prompt_logprobs=_logprobs(
+            raw, prompt_row, follower[fed][prompt_row], jnp.any(rows.wants_prompt_logprobs)
+        ),
+    )
+
+
+def _logprobs(
+    raw: jax.Array, row: jax.Array, chosen: jax.Array, wanted: jax.Array
+) -> DeviceLogprobs:
+    """Log-probabilities of `chosen` [N] and the best alternatives in logit rows `row` [N], if anyone wants them."""
+    width = min(MAX_LOGPROBS, raw.shape[1])
+
+    def compute(raw: jax.Array) -> DeviceLogprobs:
+        norm = jax.nn.logsumexp(raw, axis=-1)
+        top, top_ids = jax.lax.top_k(raw, width)
+        return DeviceLogprobs(
+            chosen=raw[row, chosen] - norm[row],
+            top_ids=top_ids[row].astype(jnp.int32),
+            top=(top - norm[:, None])[row],
+        )
+
+    def skip(raw: jax.Array) -> DeviceLogprobs:
+        count = row.shape[0]
+        return DeviceLogprobs(
+            chosen=jnp.zeros(count, jnp.float32),
+            top_ids=jnp.zeros((count, width), jnp.int32),
+            top=jnp.zeros((count, width), jnp.float32),
+        )
+
+    return jax.lax.cond(wanted, compute, skip, raw)

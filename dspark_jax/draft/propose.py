@@ -1,0 +1,81 @@
+"""One proposal per request: the backbone once, then G cheap sequential draws through the Markov head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.config import ModelConfig
+from dspark_jax.draft.backbone import run_block
+from dspark_jax.draft.heads import calibrate, confidence_logits, transition_logits
+from dspark_jax.draft.params import DraftParams
+from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.model.layers import rms_norm
+from dspark_jax.model.params import Params
+from dspark_jax.model.transformer import logits
+
+# (logits [R, V], position of the token [R], tokens drafted so far [R, G] with -1 ahead) -> token, log q(token)
+Chooser = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class Proposal(NamedTuple):
+    """G drafted tokens for each of R requests."""
+
+    tokens: jax.Array  # [R, G] int32
+    logits: jax.Array  # [R, G, V] float32, corrected, before sampling parameters
+    logprobs: jax.Array  # [R, G] float32, log q of each token as it was drawn
+    confidences: jax.Array  # [R, G] float32, conditional and calibrated
+
+
+def propose(
+    params: DraftParams,
+    target: Params,
+    cfg: ModelConfig,
+    window: jax.Array,
+    *,
+    anchors: jax.Array,
+    positions: jax.Array,
+    slots: jax.Array,
+    is_row: jax.Array,
+    choose: Chooser,
+    dispatch: Dispatch,
+) -> Proposal:
+    """Draft from `anchors` int32 [R] at `positions` [R] with the context ring of `slots` [R].
+
+    The token of slot k is drawn by `choose` from base logits + transition logits of the token before it (DSpark
+    section on the semi-autoregressive head). Rows with `is_row` False have no meaning.
+    """
+    hidden = run_block(
+        params,
+        target,
+        cfg,
+        window,
+        anchors=anchors,
+        positions=positions,
+        slots=slots,
+        is_row=is_row,
+        dispatch=dispatch,
+    )
+    base = logits(target, rms_norm(hidden, params.g_norm, cfg.rms_norm_eps))  # [R, G, V]
+    drafts = base.shape[1]
+
+    def draw_one(carry, k):
+        previous, drafted = carry
+        corrected = base[:, k] + transition_logits(params, previous)
+        token, logprob = choose(corrected, positions + 1 + k, drafted)
+        return (token, drafted.at[:, k].set(token)), (corrected, logprob)
+
+    nothing = jnp.full((anchors.shape[0], drafts), -1, jnp.int32)
+    (_, tokens), (corrected, logprobs) = jax.lax.scan(
+        draw_one, (anchors, nothing), jnp.arange(drafts)
+    )
+    before = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
+    return Proposal(
+        tokens=tokens,
+        logits=jnp.moveaxis(corrected, 0, 1),
+        logprobs=logprobs.T,
+        confidences=calibrate(params, confidence_logits(params, hidden, before)),
+    )
