@@ -1,0 +1,1 @@
+"""Checkpoints: released safetensors folders, orbax stores, and conversion between them."""
