@@ -22,11 +22,25 @@ _PADDING_FLOATS = np.array([0.0, 1.0, 0.0, 0.0, 0.0, 1.0], np.float32)
 
 
 @struct.dataclass
-class PackedPlan:
-    """What one step's executable takes besides parameters and state."""
+class PackedRows:
+    """The rows of a plan: all that the drafting half takes besides parameters and state."""
 
     ints: jax.Array | np.ndarray  # [R, NUM_INTS] int32; slot -1 marks an unused row
     floats: jax.Array | np.ndarray  # [R, NUM_FLOATS] float32
+
+    def resized(self, rows: int) -> PackedRows:
+        """The same rows for an executable of another size (host arrays); only unused rows may be cut off."""
+        missing = max(rows - len(self.ints), 0)
+        ints = np.pad(self.ints[:rows], ((0, missing), (0, 0)), constant_values=-1)
+        floats = np.concatenate([self.floats[:rows], np.tile(_PADDING_FLOATS, (missing, 1))])
+        return PackedRows(ints=ints, floats=floats)
+
+
+@struct.dataclass
+class PackedPlan:
+    """What the verifying half takes besides parameters and state."""
+
+    rows: PackedRows
     prompt_ids: jax.Array | np.ndarray  # [T] int32, chunks of the prompt rows one behind the other
     budget: jax.Array | np.ndarray  # int32 scalar
     page_table: jax.Array | np.ndarray  # [slots, max_pages] int32
@@ -88,17 +102,16 @@ def pack(plan: StepPlan, *, rows: int) -> PackedPlan:
             row.repetition_penalty,
         )
     return PackedPlan(
-        ints=ints,
-        floats=floats,
+        rows=PackedRows(ints=ints, floats=floats),
         prompt_ids=prompt_ids,
         budget=np.int32(plan.budget),
         page_table=plan.page_table,
     )
 
 
-def unpack(plan: PackedPlan) -> Rows:
-    """Name the columns of a packed plan (traced)."""
-    ints, floats = jnp.asarray(plan.ints), jnp.asarray(plan.floats)
+def unpack_rows(packed: PackedRows) -> Rows:
+    """Name the columns of packed rows (traced)."""
+    ints, floats = jnp.asarray(packed.ints), jnp.asarray(packed.floats)
 
     def integer(name: str) -> jax.Array:
         return ints[:, _INT[name]]

@@ -1,7 +1,8 @@
-"""One engine step as a pure function: admit drafts, run the target, verify, commit, draft again.
+"""The verifying half of an engine step as a pure function: admit drafts, run the target, verify, commit.
 
 Nothing that the device decides here is needed by the host to launch the next step: lengths, anchors and proposals
-stay in the state. The host chose only totals (the plan's budget and bucket).
+stay in the state. The host chose only totals (the plan's budget and bucket). The drafting half is
+`decode.draft_step`: this one is sized by tokens, that one by requests.
 """
 
 from __future__ import annotations
@@ -15,17 +16,11 @@ from flax import struct
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.decode.allocate import allocate
-from dspark_jax.decode.packing import PackedPlan, Rows, unpack
+from dspark_jax.decode.packing import PackedPlan, Rows, unpack_rows
 from dspark_jax.decode.plan import RowFinish
-from dspark_jax.decode.sampling import (
-    SamplingRows,
-    Stream,
-    draw,
-    forbid_stops,
-    penalize,
-    shape_logits,
-)
-from dspark_jax.decode.state import DecodeState, Proposals, TokenCounts
+from dspark_jax.decode.sampling import Stream, draw
+from dspark_jax.decode.shaping import only_the_best, shaped_logits
+from dspark_jax.decode.state import DecodeState, TokenCounts
 from dspark_jax.decode.verify import (
     LogitRows,
     Method,
@@ -35,7 +30,6 @@ from dspark_jax.decode.verify import (
 )
 from dspark_jax.draft.backbone import context_rows, write_context
 from dspark_jax.draft.params import DraftParams
-from dspark_jax.draft.propose import propose
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.model.batch import TokenBatch, layout
 from dspark_jax.model.cache import commit, kept_tokens
@@ -60,8 +54,8 @@ class StepOptions:
     rows: int  # R, request rows
     tokens: int  # T, flat tokens
     logit_rows: int  # C, tokens whose logits are computed
-    run_drafter: bool
     method: Method
+    greedy_drafts: bool  # the drafter proposes its arg-max whatever the request's temperature
     dispatch: Dispatch
 
 
@@ -79,7 +73,6 @@ class DeviceOutputs:
     """See `decode.plan.StepOutputs`; `ints` holds tokens (G + 1), num_tokens, finish and verify_lens by column."""
 
     ints: jax.Array  # [R, G + 4] int32
-    confidences: jax.Array  # [R, G] float32
     logprobs: DeviceLogprobs  # N = R * (G + 1)
     prompt_logprobs: DeviceLogprobs  # N = C, the rows of prompt tokens first, in flat order
 
@@ -92,7 +85,7 @@ class _Picked(NamedTuple):
     base: jax.Array  # [R] first verification row of each request
 
 
-def step(
+def verify_step(
     params: ModelParams,
     state: DecodeState,
     plan: PackedPlan,
@@ -100,8 +93,11 @@ def step(
     cfg: ModelConfig,
     options: StepOptions,
 ) -> tuple[DecodeState, DeviceOutputs]:
-    """Advance every planned row by one step; see the module's text for the stages."""
-    rows = unpack(plan)
+    """Advance every planned row: its pending draft is verified or its prompt chunk fed, and one token is drawn.
+
+    Afterwards no touched slot has a pending draft; `draft_step` makes the next.
+    """
+    rows = unpack_rows(plan.rows)
     slots = jnp.maximum(rows.slot, 0)
     live = rows.is_decode & ~state.ended[slots]
     verify_lens = _admit(state, rows, slots, live, jnp.asarray(plan.budget))
@@ -122,7 +118,7 @@ def step(
     newest = jnp.where(rows.is_decode, state.positions[slots], rows.start + rows.num_prompt - 1)
     where = LogitRows(picked.base, verify_lens, newest)
     with jax.named_scope("verify"):
-        verdict = _verify(state, rows, slots, batch, picked, where, raw, options.method)
+        verdict = _verify(state, rows, slots, batch, picked, where, raw, options)
         tokens, num_tokens, finish = _end(verdict, rows, samples, where, picked, raw)
     with jax.named_scope("commit"):
         accepted = jnp.where(rows.is_decode, num_tokens, rows.num_prompt)
@@ -130,11 +126,8 @@ def step(
             state, out, batch, rows, tokens, num_tokens, finish, samples, newest, accepted
         )
     if params.draft is not None:
-        assert out.taps is not None
-        state = _draft(params, state, out.taps, batch, rows, samples, accepted, cfg, options)
-    return state, _outputs(
-        state, rows, slots, batch, picked, raw, tokens, num_tokens, finish, verify_lens
-    )
+        state = _extend_context(params.draft, state, out, batch, rows, accepted, cfg)
+    return state, _outputs(rows, slots, batch, picked, raw, tokens, num_tokens, finish, verify_lens)
 
 
 def _admit(
@@ -180,7 +173,7 @@ def _lay_out(
 def _pick(
     batch: TokenBatch, rows: Rows, samples: jax.Array, verify_lens: jax.Array, count: int
 ) -> _Picked:
-    """Compact the tokens that need logits: every verification row, and prompt tokens whose probability is asked."""
+    """Compact the tokens that need logits: verification rows, and prompt tokens whose probability is wanted."""
     tokens = batch.token_ids.shape[0]
     row = jnp.maximum(batch.seq_ids, 0)
     ends = batch.cu_q_lens[1:]
@@ -197,31 +190,6 @@ def _pick(
     )
 
 
-def _shaped(
-    raw: jax.Array,
-    sampling: SamplingRows,
-    positions: jax.Array,
-    slots: jax.Array,
-    counts: TokenCounts,
-    drafted: jax.Array | None,
-) -> jax.Array:
-    """Sampling distribution of raw logits [C, V] for the token at `positions` [C], as shaped logits.
-
-    `drafted` int32 [C, G] are drafted tokens before the position (-1: none): penalties count them as output. Both
-    sides of a verification go through here, so p and q are shaped alike.
-    """
-
-    def with_penalties(raw: jax.Array) -> jax.Array:
-        output = counts.output[slots]
-        if drafted is not None:
-            column = jnp.where(drafted >= 0, drafted, raw.shape[1])
-            output = output.at[jnp.arange(raw.shape[0])[:, None], column].add(1, mode="drop")
-        return penalize(raw, sampling, output, counts.prompt[slots])
-
-    penalized = jax.lax.cond(jnp.any(sampling.has_penalty), with_penalties, lambda x: x, raw)
-    return shape_logits(forbid_stops(penalized, sampling, positions), sampling)
-
-
 def _verify(
     state: DecodeState,
     rows: Rows,
@@ -230,7 +198,7 @@ def _verify(
     picked: _Picked,
     where: LogitRows,
     raw: jax.Array,
-    method: Method,
+    options: StepOptions,
 ) -> Verdict:
     """Judge the admitted drafts of every row and draw the token that follows the accepted ones."""
     owner = jnp.minimum(picked.row_of, slots.shape[0] - 1)
@@ -242,7 +210,9 @@ def _verify(
         column = jnp.arange(proposals.tokens.shape[1])
         ahead = column < jnp.minimum(within, where.verify_lens[owner])[:, None]
         drafted = jnp.where(ahead, proposals.tokens[slots[owner]], -1)
-    shaped = _shaped(raw, rows.sampling.take(owner), place, slots[owner], state.counts, drafted)
+    shaped = shaped_logits(
+        raw, rows.sampling.take(owner), place, slots[owner], state.counts, drafted
+    )
     if proposals is None:
         last = draw(
             shaped[jnp.minimum(where.base, shaped.shape[0] - 1)],
@@ -252,12 +222,12 @@ def _verify(
         )
         return Verdict(last[:, None], jnp.zeros_like(last))
     tokens = proposals.tokens[slots]
-    if method is Method.COUPLED:
+    if options.method is Method.COUPLED:
         return verify_coupled(shaped, tokens, where, rows.sampling, picked.row_of)
 
     def draft_shaped(k: jax.Array) -> jax.Array:
         before = jnp.where(jnp.arange(tokens.shape[1]) < k[:, None], tokens, -1)
-        return _shaped(
+        shaped = shaped_logits(
             proposals.logits[slots, k],
             rows.sampling,
             where.positions + 1 + k,
@@ -265,6 +235,7 @@ def _verify(
             state.counts,
             before,
         )
+        return only_the_best(shaped) if options.greedy_drafts else shaped
 
     return verify_standard(
         shaped, tokens, proposals.logprobs[slots], draft_shaped, where, rows.sampling
@@ -371,76 +342,35 @@ def _count_output(
     )
 
 
-def _draft(
-    params: ModelParams,
+def _extend_context(
+    params: DraftParams,
     state: DecodeState,
-    taps: jax.Array,
+    out: Forward,
     batch: TokenBatch,
     rows: Rows,
-    samples: jax.Array,
     accepted: jax.Array,
     cfg: ModelConfig,
-    options: StepOptions,
 ) -> DecodeState:
-    """Extend the drafter's context by the committed tokens and, if asked, propose for every row that drew."""
-    assert params.draft is not None
+    """Give the drafter its context rows of the committed tokens, and forget the proposals that were judged."""
+    assert out.taps is not None
     assert state.draft_window is not None
     assert state.proposals is not None
     kept, behind = kept_tokens(batch, accepted)
     with jax.named_scope("draft_context"):
         window = write_context(
             state.draft_window,
-            context_rows(params.draft, cfg, taps, batch.positions),
+            context_rows(params, cfg, out.taps, batch.positions),
             slots=batch.token_slots,
             positions=batch.positions,
             kept=kept,
             behind=behind,
         )
-    slots = state.positions.shape[0]
-    touched = jnp.where(rows.is_used, rows.slot, slots)
-    pending = state.proposals
-    if not options.run_drafter:
-        lens = pending.lens.at[touched].set(0, mode="drop")
-        return state.replace(draft_window=window, proposals=pending.replace(lens=lens))
-    slot = jnp.maximum(rows.slot, 0)
-    active = samples & ~state.ended[slot]
-    stream = Stream.TARGET if options.method is Method.COUPLED else Stream.DRAFT
-
-    def choose(raw: jax.Array, positions: jax.Array, drafted: jax.Array):
-        shaped = _shaped(raw, rows.sampling, positions, slot, state.counts, drafted)
-        token = draw(shaped, rows.sampling, positions, stream)
-        own = jnp.take_along_axis(shaped, token[:, None], axis=1)[:, 0]
-        return token, own - jax.nn.logsumexp(shaped, axis=-1)
-
-    with jax.named_scope("draft"):
-        proposal = propose(
-            params.draft,
-            params.target,
-            cfg,
-            window,
-            anchors=state.anchors[slot],
-            positions=state.positions[slot],
-            slots=slot,
-            is_row=active,
-            choose=choose,
-            dispatch=options.dispatch,
-        )
-    drafts = proposal.tokens.shape[1]
-    at = jnp.where(active, rows.slot, slots)
-    return state.replace(
-        draft_window=window,
-        proposals=Proposals(
-            lens=pending.lens.at[touched].set(jnp.where(active, drafts, 0), mode="drop"),
-            tokens=pending.tokens.at[at].set(proposal.tokens, mode="drop"),
-            logits=pending.logits.at[at].set(proposal.logits, mode="drop"),
-            logprobs=pending.logprobs.at[at].set(proposal.logprobs, mode="drop"),
-            confidences=pending.confidences.at[at].set(proposal.confidences, mode="drop"),
-        ),
-    )
+    touched = jnp.where(rows.is_used, rows.slot, state.positions.shape[0])
+    lens = state.proposals.lens.at[touched].set(0, mode="drop")
+    return state.replace(draft_window=window, proposals=state.proposals.replace(lens=lens))
 
 
 def _outputs(
-    state: DecodeState,
     rows: Rows,
     slots: jax.Array,
     batch: TokenBatch,
@@ -453,10 +383,6 @@ def _outputs(
 ) -> DeviceOutputs:
     """Pack what the host reads."""
     summary = jnp.stack([num_tokens, finish, verify_lens], axis=1)
-    if state.proposals is None:
-        confidences = jnp.zeros((slots.shape[0], 0), jnp.float32)
-    else:
-        confidences = state.proposals.confidences[slots]
     drawn_row = picked.base[:, None] + jnp.arange(tokens.shape[1])
     drawn_row = jnp.minimum(drawn_row, raw.shape[0] - 1).reshape(-1)
     # The token that follows a prompt token is the next one fed; behind the last one nothing follows yet.
@@ -467,7 +393,6 @@ def _outputs(
     prompt_row = jnp.nonzero(is_prompt, size=raw.shape[0], fill_value=0)[0]
     return DeviceOutputs(
         ints=jnp.concatenate([tokens, summary], axis=1).astype(jnp.int32),
-        confidences=confidences,
         logprobs=_logprobs(raw, drawn_row, tokens.reshape(-1), jnp.any(rows.wants_logprobs)),
         prompt_logprobs=_logprobs(
             raw, prompt_row, follower[fed][prompt_row], jnp.any(rows.wants_prompt_logprobs)
@@ -478,7 +403,7 @@ def _outputs(
 def _logprobs(
     raw: jax.Array, row: jax.Array, chosen: jax.Array, wanted: jax.Array
 ) -> DeviceLogprobs:
-    """Log-probabilities of `chosen` [N] and the best alternatives in logit rows `row` [N], if anyone wants them."""
+    """Log-probabilities of `chosen` [N] and the best alternatives in logit rows `row` [N], where wanted."""
     width = min(MAX_LOGPROBS, raw.shape[1])
 
     def compute(raw: jax.Array) -> DeviceLogprobs:

@@ -1,0 +1,83 @@
+"""The drafting half of an engine step: a new proposal for every request that has just drawn a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.config import ModelConfig
+from dspark_jax.decode.packing import PackedRows, unpack_rows
+from dspark_jax.decode.sampling import Stream, draw
+from dspark_jax.decode.shaping import only_the_best, shaped_logits
+from dspark_jax.decode.state import DecodeState, Proposals
+from dspark_jax.decode.step import ModelParams
+from dspark_jax.decode.verify import Method
+from dspark_jax.draft.propose import propose
+from dspark_jax.kernels.dispatch import Dispatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """What is fixed when the drafting half is compiled."""
+
+    method: Method
+    greedy_drafts: bool
+    dispatch: Dispatch
+
+
+def draft_step(
+    params: ModelParams,
+    state: DecodeState,
+    packed: PackedRows,
+    *,
+    cfg: ModelConfig,
+    options: DraftOptions,
+) -> tuple[DecodeState, jax.Array]:
+    """Propose G tokens for every row that sampled in the step before and has not ended.
+
+    Each token is drawn with the request's own sampling parameters from the drafter's corrected logits.
+
+    Returns:
+      The state with the proposals pending, and their conditional confidences, float32 [R, G].
+    """
+    assert params.draft is not None
+    assert state.draft_window is not None
+    assert state.proposals is not None
+    rows = unpack_rows(packed)
+    slots = state.positions.shape[0]
+    slot = jnp.maximum(rows.slot, 0)
+    active = rows.is_used & rows.samples & ~state.ended[slot]
+    stream = Stream.TARGET if options.method is Method.COUPLED else Stream.DRAFT
+
+    def choose(raw: jax.Array, positions: jax.Array, drafted: jax.Array):
+        shaped = shaped_logits(raw, rows.sampling, positions, slot, state.counts, drafted)
+        if options.greedy_drafts:
+            shaped = only_the_best(shaped)
+        token = draw(shaped, rows.sampling, positions, stream)
+        own = jnp.take_along_axis(shaped, token[:, None], axis=1)[:, 0]
+        return token, own - jax.nn.logsumexp(shaped, axis=-1)
+
+    proposal = propose(
+        params.draft,
+        params.target,
+        cfg,
+        state.draft_window,
+        anchors=state.anchors[slot],
+        positions=state.positions[slot],
+        slots=slot,
+        is_row=active,
+        choose=choose,
+        dispatch=options.dispatch,
+    )
+    pending, at = state.proposals, jnp.where(active, rows.slot, slots)
+    drafts = proposal.tokens.shape[1]
+    pending = Proposals(
+        lens=pending.lens.at[at].set(drafts, mode="drop"),
+        tokens=pending.tokens.at[at].set(proposal.tokens, mode="drop"),
+        logits=pending.logits.at[at].set(proposal.logits, mode="drop"),
+        logprobs=pending.logprobs.at[at].set(proposal.logprobs, mode="drop"),
+        confidences=pending.confidences.at[at].set(proposal.confidences, mode="drop"),
+    )
+    return state.replace(proposals=pending), proposal.confidences
