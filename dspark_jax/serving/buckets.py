@@ -1,0 +1,85 @@
+"""Token buckets: the shapes a step is compiled for."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Literal
+
+Ladder = Literal["default", "vllm"]
+
+# Steps of an eighth to a quarter of the size: a compilation costs minutes at full size, padding a few per cent.
+_STRIDES = ((8, 64), (16, 128), (32, 256), (64, 512), (128, 1024), (256, 2048))
+_VLLM_STRIDES = ((8, 248), (16, 1024))
+
+
+def default_ladder(max_tokens: int) -> tuple[int, ...]:
+    """1, 2, 4, multiples of 8 to 64, of 16 to 128 and so on to 2048, then doublings, up to `max_tokens`."""
+    return _ladder(_STRIDES, max_tokens)
+
+
+def vllm_ladder(max_tokens: int) -> tuple[int, ...]:
+    """vLLM's capture sizes, 1, 2, 4, 8..248 by 8, 256..1024 by 16, then doublings, up to `max_tokens`."""
+    return _ladder(_VLLM_STRIDES, max_tokens)
+
+
+def _ladder(strides: Sequence[tuple[int, int]], max_tokens: int) -> tuple[int, ...]:
+    sizes = [1, 2, 4]
+    for stride, last in strides:
+        first = sizes[-1] // stride * stride + stride
+        sizes.extend(range(first, last + 1, stride))
+    while sizes[-1] < max_tokens:
+        sizes.append(2 * sizes[-1])
+    return (*(size for size in sizes if size < max_tokens), max_tokens)
+
+
+def token_buckets(
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    draft_len: int,
+    ladder: Ladder = "default",
+    max_capture_tokens: int | None = None,
+) -> tuple[int, ...]:
+    """The buckets of a server, increasing; the last one is `max_num_batched_tokens`.
+
+    Up to `max_capture_tokens`, by default `(draft_len + 1) * max_num_seqs`, which is every step of decoding
+    requests, the ladder is fine; above it only doublings are compiled. `draft_len` is 0 without a drafter.
+
+    Raises ValueError when one request with its whole draft, or one token of every request, fits no bucket.
+    """
+    if max_num_batched_tokens <= draft_len:
+        raise ValueError(
+            f"one request verifies up to {draft_len + 1} tokens and no step holds them: "
+            f"raise --max-num-batched-tokens {max_num_batched_tokens} to at least {draft_len + 1}"
+        )
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"--max-num-batched-tokens {max_num_batched_tokens} is less than one token for each of "
+            f"--max-num-seqs {max_num_seqs}: raise the one or lower the other"
+        )
+    if max_capture_tokens is None:
+        max_capture_tokens = (draft_len + 1) * max_num_seqs
+    if max_capture_tokens <= draft_len:
+        raise ValueError(
+            f"--max-capture-tokens {max_capture_tokens} does not hold one request's draft: "
+            f"raise it to at least {draft_len + 1}"
+        )
+    fine_limit = min(max_capture_tokens, max_num_batched_tokens)
+    sizes = list({"default": default_ladder, "vllm": vllm_ladder}[ladder](fine_limit))
+    while 2 * sizes[-1] < max_num_batched_tokens:
+        sizes.append(2 * sizes[-1])
+    if sizes[-1] < max_num_batched_tokens:
+        sizes.append(max_num_batched_tokens)
+    return tuple(sizes)
+
+
+def bucket_for(buckets: Sequence[int], num_tokens: int) -> int:
+    """The smallest of the increasing `buckets` that holds `num_tokens`.
+
+    Raises ValueError when none does, which is an error of the scheduler.
+    """
+    index = bisect.bisect_left(buckets, num_tokens)
+    if index == len(buckets):
+        raise ValueError(f"a step of {num_tokens} tokens exceeds the largest bucket, {buckets[-1]}")
+    return buckets[index]

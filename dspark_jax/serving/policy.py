@@ -1,0 +1,193 @@
+"""How many drafts each step verifies, and whether it drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from dspark_jax.budget import (
+    BudgetLimits,
+    BudgetPolicy,
+    ConfidenceSnapshots,
+    CostTable,
+    DraftMode,
+    DraftSkipper,
+    choose_budget,
+)
+from dspark_jax.budget.cost_table import SWITCH_OFF
+from dspark_jax.serving.scheduler import Schedule
+from dspark_jax.serving.speculative_config import SpeculativeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Answer of a policy: drafts to verify over all rows, whether to draft afterwards, and what it expects."""
+
+    budget: int
+    drafts: bool
+    predicted_ms: float | None = None
+    predicted_accepted: float | None = None
+
+
+class VerificationPolicy(Protocol):
+    """Sizes the steps. It may know confidences of earlier proposals only, never of the one about to be verified.
+
+    Otherwise whether a draft is verified would depend on the draft itself, and the output would no longer
+    follow the target's distribution (DSpark paper, section 5.2).
+    """
+
+    @property
+    def draft_cap(self) -> int:
+        """Drafts of a proposal that a request offers for verification."""
+        ...
+
+    def size(self, schedule: Schedule) -> StepSize:
+        """Budget of a step, 0..schedule.max_budget. Called once per step, in order."""
+        ...
+
+    def on_admit(self, slot: int, first_serial: int) -> None:
+        """A new tenant has the slot; its proposals have serials from `first_serial`."""
+        ...
+
+    def on_landing(self, slots: np.ndarray, serials: np.ndarray, confidences: np.ndarray) -> None:
+        """A step has landed: confidences float32 [N, G] of the proposals `serials` int [N] in `slots` int [N]."""
+        ...
+
+    def on_step_time(self, schedule: Schedule, size: StepSize, measured_ms: float) -> None:
+        """How long the device took for a step that this policy sized."""
+        ...
+
+
+class _WithoutHistory:
+    """The callbacks of policies that learn nothing."""
+
+    def on_admit(self, slot: int, first_serial: int) -> None:
+        pass
+
+    def on_landing(self, slots: np.ndarray, serials: np.ndarray, confidences: np.ndarray) -> None:
+        pass
+
+    def on_step_time(self, schedule: Schedule, size: StepSize, measured_ms: float) -> None:
+        pass
+
+
+class PlainDecoding(_WithoutHistory):
+    """One token per request and step; the drafter never runs."""
+
+    draft_cap = 0
+
+    def size(self, schedule: Schedule) -> StepSize:
+        return StepSize(0, drafts=False)
+
+
+class FixedVerification(_WithoutHistory):
+    """Verifies the first `draft_cap` drafts of every proposal."""
+
+    def __init__(self, draft_cap: int) -> None:
+        self.draft_cap = draft_cap
+
+    def size(self, schedule: Schedule) -> StepSize:
+        return StepSize(schedule.max_budget, drafts=True)
+
+
+class AdaptiveVerification:
+    """The budget with the most expected tokens per second, and no drafter where ordinary decoding is faster."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        draft_len: int,
+        cost: CostTable,
+        objective: BudgetPolicy,
+        skipper: DraftSkipper | None,
+    ) -> None:
+        """
+        Args:
+            num_slots: request slots.
+            draft_len: tokens per proposal.
+            cost: step times.
+            objective: what to optimise.
+            skipper: decides when the drafter rests; None for a drafter that always runs.
+        """
+        self.draft_cap = draft_len
+        self._cost = cost
+        self._objective = objective
+        self._skipper = skipper
+        self._snapshots = ConfidenceSnapshots(num_slots, draft_len)
+
+    def size(self, schedule: Schedule) -> StepSize:
+        rows, num_rows = schedule.rows, len(schedule.rows)
+        slots = np.array([r.sequence.slot for r in rows])
+        pending_serials = np.array([r.sequence.proposal_serial for r in rows])
+        decision = choose_budget(
+            self._snapshots.read(slots, pending_serials),
+            np.array([r.row.draft_cap for r in rows]),
+            np.array([r.num_tokens for r in rows]),
+            np.array([r.row.samples for r in rows]),
+            self._cost,
+            schedule.context_len,
+            BudgetLimits(max_logit_rows=num_rows + schedule.max_budget),
+            self._objective,
+        )
+        mode = DraftMode.DRAFT if self._skipper is None else self._skipper.update(decision)
+        if mode is DraftMode.DRAFT:
+            return StepSize(
+                decision.budget,
+                drafts=True,
+                predicted_ms=decision.predicted_ms,
+                predicted_accepted=decision.predicted_tokens - decision.num_sampling,
+            )
+        # A step that skips the drafter still verifies what the step before it drafted.
+        budget = 0 if mode is DraftMode.PROBE else decision.budget
+        drafts = mode is DraftMode.PROBE
+        predicted_ms = self._cost.step_ms(
+            schedule.num_tokens + budget, num_rows, draft=drafts, context_len=schedule.context_len
+        )
+        return StepSize(budget, drafts=drafts, predicted_ms=predicted_ms)
+
+    def on_admit(self, slot: int, first_serial: int) -> None:
+        self._snapshots.admit(slot, first_serial)
+
+    def on_landing(self, slots: np.ndarray, serials: np.ndarray, confidences: np.ndarray) -> None:
+        self._snapshots.record(slots, serials, confidences)
+
+    def on_step_time(self, schedule: Schedule, size: StepSize, measured_ms: float) -> None:
+        self._cost.observe(
+            schedule.num_tokens + size.budget,
+            len(schedule.rows),
+            draft=size.drafts,
+            context_len=schedule.context_len,
+            measured_ms=measured_ms,
+        )
+
+
+def policy_from_config(
+    config: SpeculativeConfig | None, *, num_slots: int, draft_len: int, cost: CostTable | None
+) -> VerificationPolicy:
+    """The policy that `--speculative-config` asks for.
+
+    Raises ValueError for drafting without a drafter, or for adaptive verification without step times.
+    """
+    if config is None:
+        return PlainDecoding()
+    if draft_len == 0:
+        raise ValueError("the executor has no drafter; leave --speculative-config out")
+    if config.mode == "fixed":
+        verify_len = config.fixed_verify_len
+        return FixedVerification(draft_len if verify_len is None else verify_len)
+    if cost is None:
+        raise ValueError(f"adaptive verification needs measured step times: {SWITCH_OFF}")
+    return AdaptiveVerification(
+        num_slots=num_slots,
+        draft_len=draft_len,
+        cost=cost,
+        objective=BudgetPolicy(
+            hysteresis=config.hysteresis,
+            min_depth=config.min_depth,
+            target_token_ms=config.target_token_ms,
+        ),
+        skipper=DraftSkipper() if config.enable_drafter_skipping else None,
+    )

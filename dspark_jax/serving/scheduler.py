@@ -1,0 +1,251 @@
+"""Which requests take part in a step, with how many tokens, and who holds which slot and pages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dspark_jax.budget import NO_PROPOSAL
+from dspark_jax.decode.plan import RowPlan
+from dspark_jax.serving.pages import PageAllocator, PageTable
+from dspark_jax.serving.sequence import Sequence, Status
+
+# While prompts wait, drafts leave them this share of a step; otherwise a full batch of long drafts starves them.
+_PROMPT_SHARE = 4
+# Tokens with which a chunk of a scored prompt advances: it begins with the last token of the chunk before.
+_LEAST_SCORED = 2
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """One sequence in one step. It commits at most 1 + `row.draft_cap` tokens, none if it doesn't sample."""
+
+    sequence: Sequence
+    row: RowPlan
+    num_tokens: int  # besides drafts
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The rows of a step. Its tokens and all drafts offered fit `max_num_batched_tokens` together."""
+
+    rows: list[ScheduledRow]
+    num_tokens: int  # besides drafts
+    num_draft_tokens: int
+    num_logit_rows: int  # besides drafts
+    max_budget: int = 0
+    context_len: float = 0.0  # cached positions per request, on average
+
+
+class Scheduler:
+    """Continuous batching: running requests first, then the queue in order of arrival.
+
+    Prompts are fed in chunks beside decoding requests. When pages run out the youngest running request is
+    pre-empted: it gives up slot and pages, waits until its steps in flight have landed, and is fed again.
+    The oldest request therefore always advances.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_num_batched_tokens: int,
+        max_logit_rows: int,
+        max_model_len: int,
+        draft_cap: int,
+        pages: PageAllocator,
+        on_admit: Callable[[Sequence], None] = lambda sequence: None,
+        on_preempt: Callable[[Sequence], None] = lambda sequence: None,
+    ) -> None:
+        """
+        Args:
+            num_slots: requests that run at once.
+            max_num_batched_tokens: tokens of a step, every offered draft included.
+            max_logit_rows: rows of logits of a step.
+            max_model_len: positions of a slot's page table.
+            draft_cap: drafts that a request offers for verification, 0 without a drafter.
+            pages: the allocator; nobody else takes pages from it.
+            on_admit: called for a sequence that has just received its slot.
+            on_preempt: called for a sequence that has just lost it.
+
+        Raises ValueError if one token of every slot doesn't fit a step.
+        """
+        if min(max_num_batched_tokens, max_logit_rows) < max(num_slots, draft_cap + 1):
+            raise ValueError(
+                f"{num_slots} requests and a draft of {draft_cap} need more than "
+                f"{max_num_batched_tokens} tokens and {max_logit_rows} rows of logits per step"
+            )
+        self.pages = pages
+        self.page_table = PageTable(num_slots, pages.pages_for(max_model_len))
+        self._max_tokens = max_num_batched_tokens
+        self._max_logit_rows = max_logit_rows
+        self._draft_cap = draft_cap
+        self._on_admit = on_admit
+        self._on_preempt = on_preempt
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        # Both in order of arrival: the queue is served from its front, and who is pre-empted is the youngest
+        # of the running and older than the whole queue.
+        self._running: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def check(self, sequence: Sequence) -> None:
+        """Raise ValueError if the sequence could not run even alone. Reads constants only: any thread may ask."""
+        # The token at the limit is never fed.
+        num_pages = self.pages.pages_for(sequence.limit - 1)
+        if num_pages > self.pages.num_pages:
+            raise ValueError(
+                f"a request of up to {sequence.limit} tokens needs {num_pages} cache pages, "
+                f"there are {self.pages.num_pages}; lower its max_tokens or raise --num-pages"
+            )
+        least = min(len(sequence.prompt), _LEAST_SCORED)
+        if sequence.wants_prompt_logprobs and min(self._max_tokens, self._max_logit_rows) < least:
+            raise ValueError(
+                "steps are too small for prompt_logprobs; raise --max-num-batched-tokens"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence, which `check` accepts, at the end of the queue."""
+        self._waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, whatever its state, and free what it holds."""
+        if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+            self._release(sequence)
+        elif sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        sequence.leave(Status.FINISHED)
+
+    def schedule(self) -> Schedule:
+        """Choose the rows of the next step, reserving the pages they may write. Empty if nothing can run."""
+        decoding, was_preempted = self._reserve_decodes()
+        prompts = [s for s in self._running if not s.is_decoding]
+        has_prompts = bool(prompts or (self._waiting and self._free_slots))
+        schedule = self._place_decodes(decoding, has_prompts)
+        # Not after a pre-emption, which would hand the pages just freed to the one that lost them.
+        if self._place_prompts(schedule, prompts) and not was_preempted:
+            self._admit(schedule)
+        schedule.max_budget = min(
+            schedule.num_draft_tokens, self._max_logit_rows - schedule.num_logit_rows
+        )
+        if schedule.rows:
+            num_cached = sum(r.sequence.num_cached for r in schedule.rows)
+            schedule.context_len = num_cached / len(schedule.rows)
+        return schedule
+
+    def _reserve_decodes(self) -> tuple[list[tuple[Sequence, int]], bool]:
+        """Decoding sequences with the drafts each can offer, and whether one was pre-empted for pages."""
+        decoding: list[tuple[Sequence, int]] = []
+        num_running = len(self._running)
+        index = 0
+        while index < len(self._running):
+            sequence = self._running[index]
+            index += 1
+            if not sequence.is_decoding or sequence.is_surely_ending:
+                continue
+            cap = 0
+            if sequence.proposal_serial != NO_PROPOSAL:
+                cap = min(self._draft_cap, sequence.limit - sequence.min_len - 1)
+            if self._grow(sequence, sequence.max_len + cap):
+                decoding.append((sequence, cap))
+        return decoding, len(self._running) < num_running
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make the sequence hold pages for `num_tokens`, pre-empting younger ones; False if it fell itself."""
+        num_tokens = min(num_tokens, sequence.limit - 1)
+        missing = self.pages.pages_for(num_tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        while self.pages.num_free < missing:
+            if self._preempt_youngest() is sequence:
+                return False
+        self._give_pages(sequence, missing)
+        return True
+
+    def _give_pages(self, sequence: Sequence, count: int) -> None:
+        pages = self.pages.allocate(count)
+        sequence.pages.extend(pages)
+        self.page_table.append(sequence.slot, pages)
+
+    def _preempt_youngest(self) -> Sequence:
+        sequence = self._running.pop()
+        self._release(sequence)
+        sequence.leave(Status.WAITING)
+        self._waiting.appendleft(sequence)
+        self._on_preempt(sequence)
+        return sequence
+
+    def _release(self, sequence: Sequence) -> None:
+        # At once, though steps in flight may still write there: those given the slot and the pages next run later.
+        self.pages.free(sequence.pages)
+        self.page_table.clear(sequence.slot)
+        self._free_slots.append(sequence.slot)
+
+    def _place_decodes(self, decoding: list[tuple[Sequence, int]], has_prompts: bool) -> Schedule:
+        """One token for every decoding sequence, and drafts as far as the step holds them."""
+        num_rows = len(decoding)
+        room = self._max_tokens - num_rows
+        if has_prompts:
+            room -= min(room, self._max_tokens // _PROMPT_SHARE)
+        num_drafts = sum(cap for _, cap in decoding)
+        if num_drafts > room:
+            level = room // num_rows
+            decoding = [(sequence, min(cap, level)) for sequence, cap in decoding]
+            num_drafts = sum(cap for _, cap in decoding)
+        rows = [ScheduledRow(sequence, sequence.decode_row(cap), 1) for sequence, cap in decoding]
+        return Schedule(rows, num_rows, num_drafts, num_rows)
+
+    def _place_prompts(self, schedule: Schedule, prompts: list[Sequence]) -> bool:
+        """Chunks of the prompts in order; False if the step is full before the last of them has a row."""
+        for sequence in prompts:
+            is_scored = sequence.wants_prompt_logprobs
+            num_tokens = self._chunk_len(schedule, sequence.num_unfed, is_scored)
+            if not num_tokens:
+                return False
+            row = sequence.prompt_row(num_tokens)
+            schedule.rows.append(ScheduledRow(sequence, row, num_tokens))
+            schedule.num_tokens += num_tokens
+            schedule.num_logit_rows += num_tokens if is_scored else 1
+        return True
+
+    def _chunk_len(self, schedule: Schedule, num_unfed: int, is_scored: bool) -> int:
+        """Tokens of a prompt that the step still holds, 0 if too few to advance."""
+        room = self._max_tokens - schedule.num_tokens - schedule.num_draft_tokens
+        logit_room = self._max_logit_rows - schedule.num_logit_rows
+        num_tokens = min(num_unfed, room)
+        if is_scored:
+            num_tokens = min(num_tokens, logit_room)
+            return num_tokens if num_tokens >= min(num_unfed, _LEAST_SCORED) else 0
+        return num_tokens if logit_room else 0
+
+    def _admit(self, schedule: Schedule) -> None:
+        """Take sequences from the front of the queue while a slot, pages and room in the step are left."""
+        while self._waiting and self._free_slots:
+            sequence = self._waiting[0]
+            if sequence.num_in_flight:
+                return  # its last tokens, which it starts from, haven't landed
+            if not self._chunk_len(schedule, sequence.num_known, sequence.wants_prompt_logprobs):
+                return
+            # With the growth of two steps, so that it isn't pre-empted as soon as it decodes.
+            num_tokens = min(sequence.num_known + 2 * (self._draft_cap + 1), sequence.limit - 1)
+            num_pages = self.pages.pages_for(num_tokens)
+            if num_pages > self.pages.num_free:
+                return
+            self._running.append(self._waiting.popleft())
+            sequence.admit(self._free_slots.pop())
+            self._give_pages(sequence, num_pages)
+            self._on_admit(sequence)
+            self._place_prompts(schedule, [sequence])

@@ -1,0 +1,150 @@
+"""A step in flight, and what its outputs mean for the requests in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dspark_jax.budget import NO_PROPOSAL
+from dspark_jax.decode.plan import Logprobs, RowFinish, StepOutputs
+from dspark_jax.serving.executor_protocol import PendingStep
+from dspark_jax.serving.logprobs import token_logprobs
+from dspark_jax.serving.policy import StepSize
+from dspark_jax.serving.request import FinishReason, TokenChunk, TokenLogprob
+from dspark_jax.serving.scheduler import Schedule, ScheduledRow
+from dspark_jax.serving.sequence import Sequence, Status
+
+_REASONS = {
+    RowFinish.RUNNING: None,
+    RowFinish.STOP: FinishReason.STOP,
+    RowFinish.LENGTH: FinishReason.LENGTH,
+    RowFinish.NON_FINITE: FinishReason.ERROR,
+}
+_NON_FINITE_ERROR = "the model's logits were not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A dispatched step. `number` rises by one from step to step and is the serial of what it drafts."""
+
+    number: int
+    schedule: Schedule
+    size: StepSize
+    bucket: int
+    slots: (
+        np.ndarray
+    )  # int [R], as they were: a sequence may have lost its slot when the step lands
+    pending: PendingStep
+    dispatched_at: float
+    planning_s: float
+
+    @property
+    def serials(self) -> np.ndarray:
+        """int [R], serial of the proposal each row made, `NO_PROPOSAL` where it made none."""
+        if not self.size.drafts:
+            return np.full(len(self.slots), NO_PROPOSAL)
+        samples = np.array([r.row.samples for r in self.schedule.rows])
+        return np.where(samples, self.number, NO_PROPOSAL)
+
+
+def mark_dispatched(schedule: Schedule, size: StepSize, number: int) -> None:
+    """Tell the sequences that their rows are in flight."""
+    for scheduled in schedule.rows:
+        sequence, row = scheduled.sequence, scheduled.row
+        if row.prompt_ids is not None:
+            sequence.num_fed = row.start + scheduled.num_tokens
+        if row.samples:
+            sequence.proposal_serial = number if size.drafts else NO_PROPOSAL
+        sequence.on_dispatch(*_growth(scheduled, size))
+
+
+def _growth(scheduled: ScheduledRow, size: StepSize) -> tuple[int, int]:
+    """Least and most tokens that a row commits, unless it has ended before."""
+    if not scheduled.row.samples:
+        return 0, 0
+    return 1, 1 + min(scheduled.row.draft_cap, size.budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Outcome of a step: what each request gets, and counts over the rows that could verify a proposal."""
+
+    chunks: list[tuple[Sequence, TokenChunk]]
+    verified_rows: list[int]
+    scheduled: np.ndarray  # int [N], drafts offered by those rows
+    admitted: np.ndarray
+    accepted: np.ndarray
+    num_non_finite: int
+
+
+def land(step: StepInFlight, outputs: StepOutputs) -> Landing:
+    """Commit a step's tokens to its sequences and make the chunks that go out.
+
+    A sequence that has ended or was aborted since the step was planned gets nothing more.
+    """
+    tokens, num_tokens = outputs.tokens.tolist(), outputs.num_tokens.tolist()
+    finish, verify_lens = outputs.finish.tolist(), outputs.verify_lens.tolist()
+    stride = outputs.tokens.shape[1]
+    chunks: list[tuple[Sequence, TokenChunk]] = []
+    verified: list[tuple[int, int, int, int]] = []
+    num_non_finite = 0
+    prompt_row = 0  # first of the row's prompt log-probabilities
+    for index, scheduled in enumerate(step.schedule.rows):
+        sequence, row = scheduled.sequence, scheduled.row
+        token_ids = tokens[index][: num_tokens[index]]
+        if row.wants_prompt_logprobs:
+            assert outputs.prompt_logprobs is not None
+            _score_prompt(scheduled, outputs.prompt_logprobs, prompt_row)
+            prompt_row += scheduled.num_tokens
+        if sequence.status is Status.FINISHED:
+            continue
+        is_first = bool(token_ids) and not sequence.output
+        sequence.on_landing(*_growth(scheduled, step.size), token_ids)
+        if row.draft_cap:
+            admitted = verify_lens[index]
+            # The last token is the target's own; where a stop id cut the row short it may have been a draft.
+            accepted = min(max(len(token_ids) - 1, 0), admitted)
+            verified.append((index, row.draft_cap, admitted, accepted))
+            sequence.stats.num_drafts += 1
+            sequence.stats.num_draft_tokens += row.draft_cap
+            sequence.stats.num_admitted_tokens += admitted
+            sequence.stats.num_accepted_tokens += accepted
+        reason = _REASONS[finish[index]]
+        num_non_finite += finish[index] == RowFinish.NON_FINITE
+        if not token_ids and reason is None:
+            continue
+        logprobs = None
+        num_top = sequence.request.sampling.logprobs
+        if num_top is not None:
+            assert outputs.logprobs is not None
+            logprobs = token_logprobs(outputs.logprobs, index * stride, token_ids, num_top)
+        chunk = TokenChunk(
+            tuple(token_ids),
+            finish_reason=reason,
+            stop_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
+            error=_NON_FINITE_ERROR if reason is FinishReason.ERROR else None,
+            logprobs=logprobs,
+            prompt_logprobs=_scored_prompt(sequence) if is_first else None,
+            speculation=None if reason is None else sequence.stats,
+        )
+        chunks.append((sequence, chunk))
+    columns = np.array(verified, np.int64).reshape(-1, 4)
+    return Landing(chunks, columns[:, 0].tolist(), *columns[:, 1:].T, num_non_finite=num_non_finite)
+
+
+def _score_prompt(scheduled: ScheduledRow, logprobs: Logprobs, first_row: int) -> None:
+    """Keep the log-probabilities of the prompt tokens that follow those the row fed."""
+    sequence = scheduled.sequence
+    scores = sequence.prompt_logprobs
+    num_top = sequence.request.sampling.prompt_logprobs
+    assert scores is not None
+    assert num_top is not None
+    assert scheduled.row.prompt_ids is not None
+    followers = scheduled.row.prompt_ids[1:].tolist()
+    start = scheduled.row.start + 1
+    scores[start : start + len(followers)] = token_logprobs(logprobs, first_row, followers, num_top)
+
+
+def _scored_prompt(sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
+    return None if sequence.prompt_logprobs is None else tuple(sequence.prompt_logprobs)
