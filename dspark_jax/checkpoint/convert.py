@@ -31,15 +31,15 @@ class Conversion:
     to: Literal["orbax", "safetensors"]
     """Layout of DST."""
     keep_quantized: bool = True
-    """Keep fp8 and fp4 matrices as they are; otherwise expand them to DTYPE."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of matrices that are not kept quantised."""
+    """Of safetensors: keep fp8 and fp4 matrices as they are; otherwise expand them to DTYPE."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of safetensors: what is not kept quantised becomes this; bfloat16 halves a store."""
     quantize: bool = True
-    """safetensors: round plain matrices to the released formats; otherwise write float32."""
+    """To safetensors: round plain matrices to the released formats; otherwise write float32."""
     draft: bool = True
     """Take the DSpark drafter along."""
     max_shard_gb: float = 4.0
-    """safetensors: size limit of one file, in 10^9 bytes."""
+    """To safetensors: size limit of one file, in 10^9 bytes."""
 
 
 def convert(job: Conversion) -> None:
