@@ -39,6 +39,8 @@ def draw_pareto(summaries: Summaries, path: Path) -> None:
     axes = figure.subplots()
     for arm in _arms(summaries):
         points = _series(summaries, arm, interactivity, _value("output_throughput"))
+        if not points:
+            continue
         axes.plot([x for _, x, _ in points], [y for _, _, y in points], label=arm, **_style(arm))
         if arm in _labelled_arms(summaries):
             for concurrency, x, y in points:
@@ -46,14 +48,15 @@ def draw_pareto(summaries: Summaries, path: Path) -> None:
                     str(concurrency), (x, y), xytext=(5, 5), textcoords="offset points",
                     fontsize=8, color=_style(arm)["color"],
                 )  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    if axes.lines:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.legend(fontsize=8)
     for axis in (axes.xaxis, axes.yaxis):
         _plain_ticks(axis)
     axes.set_xlabel("interactivity: output tokens/s per user (1 / median time per output token)")
     axes.set_ylabel("throughput: output tokens/s")
     axes.set_title("Throughput against interactivity (numbers: requests in flight)", fontsize=11)
-    axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
 
 
@@ -89,7 +92,7 @@ def draw_speculation(summaries: Summaries, path: Path) -> None:
         axes.set_xticks(sorted(concurrencies), [str(c) for c in sorted(concurrencies)], fontsize=8)
         axes.minorticks_off()
         if is_log:
-            axes.set_yscale("log", base=2)
+            axes.set_yscale("symlog", base=2, linthresh=1)  # a budget of 0 is a choice too
             _plain_ticks(axes.yaxis)
         else:
             axes.set_ylim(bottom=0)

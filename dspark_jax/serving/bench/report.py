@@ -63,7 +63,7 @@ def summary(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequ
     """One result as the block that `vllm bench serve` prints, with the server's side behind it."""
     lines = [_title("Serving Benchmark Result", "="), *_rows(result, _COUNTS)]
     for reason, count in result["failure_reasons"].items():
-        lines.append(f"  {count} x {reason}")
+        lines.append(f"  {count} failed: {reason}")
     for metric in metrics:
         name = metric.upper()
         rows = [

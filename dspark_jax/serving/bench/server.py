@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .http import ConnectionPool
 
-_POLL_S = 0.5
+_POLL_S = 0.2
 _DRAIN_S = 30.0
 _LOG_TAIL_LINES = 5
 

@@ -169,11 +169,14 @@ async def _run_point(
     if result["unfinished"]:
         print(f"{server.arm.name} c={concurrency}: interrupted, not kept", flush=True)
         return
+    if result["failed"]:
+        # A server that has just died closes its connections before its exit status is known.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(server.process.wait(), 1.0)
     if server.process.returncode is not None:
         raise RuntimeError(
             f"server exited with status {server.process.returncode}, "
-            f"{result['failed']} of {result['num_prompts']} requests failed: "
-            f"{next(iter(result['failure_reasons']), 'after the last answer')}"
+            f"{result['failed']} of {result['num_prompts']} requests failed"
         )
     store.add(server.arm.name, concurrency, result)
     for reason, count in result["failure_reasons"].items():
