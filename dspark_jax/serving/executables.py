@@ -1,0 +1,140 @@
+"""Programs compiled ahead of time, one per bucket. A shape nobody prepared is an error, never a silent compile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from dspark_jax.config import ModelConfig
+from dspark_jax.decode.draft_step import DraftOptions, draft_step
+from dspark_jax.decode.packing import NUM_FLOATS, NUM_INTS, PackedPlan, PackedRows
+from dspark_jax.decode.state import DecodeState
+from dspark_jax.decode.step import ModelParams, StepOptions, verify_step
+from dspark_jax.decode.verify import Method
+from dspark_jax.kernels.dispatch import Dispatch
+
+Program = Callable[..., Any]
+
+
+def enable_compilation_cache(folder: Path) -> None:
+    """Keep every compiled program of this process in `folder`, so that the next start only loads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class Executables:
+    """The verifying half for every token bucket and the drafting half for every request bucket."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        *,
+        token_buckets: Sequence[int],
+        row_buckets: Sequence[int],
+        num_slots: int,
+        max_pages: int,
+        method: Method,
+        greedy_drafts: bool,
+        dispatch: Dispatch,
+    ) -> None:
+        """
+        Args:
+            cfg: the model; its drafter, if it has one, is compiled for `row_buckets`.
+            token_buckets: token counts of the verifying half, increasing.
+            row_buckets: request counts of the drafting half, increasing; empty without a drafter.
+            num_slots: request slots; a step has at most that many rows.
+            max_pages: pages of one request.
+            method: how drafts are tested.
+            greedy_drafts: draft the most likely tokens whatever the temperature.
+            dispatch: implementation of the kernels.
+        """
+        self._cfg = cfg
+        self._token_buckets = tuple(token_buckets)
+        self._row_buckets = tuple(row_buckets)
+        self._num_slots = num_slots
+        self._max_pages = max_pages
+        self._method = method
+        self._greedy_drafts = greedy_drafts
+        self._dispatch = dispatch
+        self.verify: dict[int, Program] = {}
+        self.draft: dict[int, Program] = {}
+
+    @property
+    def draft_len(self) -> int:
+        """Tokens per proposal, 0 without a drafter."""
+        return self._cfg.draft.block_size if self._cfg.draft and self._row_buckets else 0
+
+    def rows(self, bucket: int) -> int:
+        """Request rows of a token bucket."""
+        return min(bucket, self._num_slots)
+
+    def logit_rows(self, bucket: int) -> int:
+        """Logit rows of a token bucket: all tokens, up to a full draft of every slot."""
+        return min(bucket, (self.draft_len + 1) * self._num_slots)
+
+    def compile(self, params: ModelParams, state: DecodeState, *, progress: bool) -> None:
+        """Compile everything for arrays like these, largest first, in as many threads as there are cores."""
+        abstract = partial(jax.tree.map, _abstract)
+        params, state = abstract(params), abstract(state)
+        jobs = [(self.verify, b, self._lower_verify) for b in self._token_buckets]
+        jobs += [(self.draft, b, self._lower_draft) for b in self._row_buckets]
+        jobs.sort(key=lambda job: -job[1])
+
+        def run(job: tuple[dict[int, Program], int, Callable[..., Any]]) -> None:
+            programs, bucket, lower = job
+            programs[bucket] = lower(params, state, bucket).compile()
+            bar.update()
+
+        threads = os.cpu_count() or 1
+        with (
+            tqdm(total=len(jobs), unit="program", desc="compiling", disable=not progress) as bar,
+            ThreadPoolExecutor(threads) as pool,
+        ):
+            for done in [pool.submit(run, job) for job in jobs]:
+                done.result()
+
+    def _lower_verify(self, params: Any, state: Any, bucket: int) -> Any:
+        options = StepOptions(
+            rows=self.rows(bucket),
+            tokens=bucket,
+            logit_rows=self.logit_rows(bucket),
+            method=self._method,
+            greedy_drafts=self._greedy_drafts,
+            dispatch=self._dispatch,
+        )
+        plan = PackedPlan(
+            rows=_abstract_rows(options.rows),
+            prompt_ids=jax.ShapeDtypeStruct((bucket,), jnp.int32),
+            budget=jax.ShapeDtypeStruct((), jnp.int32),
+            page_table=jax.ShapeDtypeStruct((self._num_slots, self._max_pages), jnp.int32),
+        )
+        traced = partial(verify_step, cfg=self._cfg, options=options)
+        return jax.jit(traced, donate_argnums=1).lower(params, state, plan)
+
+    def _lower_draft(self, params: Any, state: Any, bucket: int) -> Any:
+        options = DraftOptions(
+            method=self._method, greedy_drafts=self._greedy_drafts, dispatch=self._dispatch
+        )
+        traced = partial(draft_step, cfg=self._cfg, options=options)
+        return jax.jit(traced, donate_argnums=1).lower(params, state, _abstract_rows(bucket))
+
+
+def _abstract_rows(rows: int) -> PackedRows:
+    return PackedRows(
+        ints=jax.ShapeDtypeStruct((rows, NUM_INTS), jnp.int32),
+        floats=jax.ShapeDtypeStruct((rows, NUM_FLOATS), jnp.float32),
+    )
+
+
+def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

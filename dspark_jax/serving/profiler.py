@@ -1,0 +1,215 @@
+"""Step times at start: run dummy steps of every shape at a synthetic context and build the cost table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import dspark_jax
+from dspark_jax.budget import (
+    CostCurves,
+    CostTable,
+    LiveCorrection,
+    ProfileSample,
+    ProfileShape,
+    curves_from_samples,
+    load_profile,
+    profile_plan,
+    resolve_context_len,
+    save_profile,
+)
+from dspark_jax.decode.plan import RowPlan, StepPlan
+from dspark_jax.serving.buckets import bucket_for
+from dspark_jax.serving.config import ServeConfig
+
+if TYPE_CHECKING:
+    from dspark_jax.serving.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+# The second context point, from which costs at other contexts are interpolated.
+_SHORT_CONTEXT_DIVISOR = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    """What is measured and where it is kept."""
+
+    context_lens: tuple[int, ...]
+    capture_limit: int
+    correct_live: bool
+    cache_file: Path | None
+    flags: dict[str, object]
+
+    @classmethod
+    def from_config(
+        cls, config: ServeConfig, cache_dir: Path, max_model_len: int, buckets: tuple[int, ...]
+    ) -> ProfileSettings:
+        """Settings for a server's flags; the cache file is named after everything that times depend on."""
+        context = resolve_context_len(config.profile_context_len, os.environ, max_model_len)
+        # Room for the draft that a profiled step appends.
+        context = max(min(context, max_model_len - 16), 1)
+        short = max(context // _SHORT_CONTEXT_DIVISOR, 1)
+        assert config.speculative_config is not None
+        flags = {
+            "model": str(config.model_folder.resolve()),
+            "max_num_seqs": config.max_num_seqs,
+            "max_model_len": max_model_len,
+            "dtype": config.dtype,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "buckets": list(buckets),
+            "context_lens": sorted({short, context}),
+        }
+        name = hashlib.sha256(json.dumps(flags, sort_keys=True).encode()).hexdigest()[:16]
+        return cls(
+            context_lens=tuple(sorted({short, context})),
+            capture_limit=buckets[-1],
+            correct_live=config.speculative_config.enable_live_correction,
+            cache_file=None if config.no_profile_cache else cache_dir / "profiles" / f"{name}.json",
+            flags=flags,
+        )
+
+
+def build_cost_table(executor: Executor, settings: ProfileSettings) -> CostTable:
+    """Load the stored profile or measure one; leaves the executor with empty slots.
+
+    All buckets are compiled, so every token count pads to one: the whole table is a staircase.
+    """
+    key = _key(executor, settings)
+    curves = load_profile(settings.cache_file, key) if settings.cache_file else None
+    if curves is None:
+        curves = _measure(executor, settings)
+        if settings.cache_file is not None:
+            save_profile(settings.cache_file, curves, key)
+    return CostTable(
+        curves,
+        max_tokens=executor.buckets[-1],
+        max_requests=executor.num_slots,
+        correction=LiveCorrection(executor.buckets) if settings.correct_live else None,
+    )
+
+
+def _measure(executor: Executor, settings: ProfileSettings) -> tuple[CostCurves, ...]:
+    shapes = profile_plan(
+        executor.buckets,
+        max_tokens=executor.buckets[-1],
+        max_requests=executor.num_slots,
+        draft_len=executor.draft_len,
+    )
+    curves = []
+    total = sum(shape.num_runs for shape in shapes) * len(settings.context_lens)
+    with tqdm(total=total, unit="step", desc="profiling") as bar:
+        for context_len in settings.context_lens:
+            samples = []
+            for shape in shapes:
+                for _ in range(shape.num_runs):
+                    samples.append(_sample(executor, shape, context_len))
+                    bar.update()
+            curves.append(curves_from_samples(samples, context_len))
+    executor.state = executor.fresh_state()
+    return tuple(curves)
+
+
+def _sample(executor: Executor, shape: ProfileShape, context_len: int) -> ProfileSample:
+    """Time one verification of `shape.num_tokens` tokens and the drafter pass after it."""
+    _pretend(executor, context_len)
+    plan = _dummy_plan(executor, shape, context_len)
+    jax.block_until_ready(executor.state)
+    started = time.perf_counter()
+    executor.dispatch(plan)
+    jax.block_until_ready(executor.state)
+    verified = time.perf_counter()
+    # The drafting half alone, on the same rows.
+    executor.dispatch_draft(plan)
+    jax.block_until_ready(executor.state)
+    drafted = time.perf_counter()
+    return ProfileSample(
+        num_tokens=shape.num_tokens,
+        num_requests=shape.num_requests,
+        verify_ms=1e3 * (verified - started),
+        draft_ms=1e3 * (drafted - verified),
+        is_captured=shape.is_captured,
+    )
+
+
+def _pretend(executor: Executor, context_len: int) -> None:
+    """Make every slot look like a request with `context_len` cached tokens and a full pending draft.
+
+    Token ids differ, so that routing spreads over the experts as real text does.
+    """
+    state = executor.state
+    assert state.proposals is not None
+    slots, vocab = executor.num_slots, executor.model_config.vocab_size
+    ids = np.random.default_rng(0).integers(0, vocab, (slots, executor.draft_len + 1))
+    proposals = state.proposals.replace(
+        lens=jnp.full(slots, executor.draft_len, jnp.int32),
+        tokens=jnp.asarray(ids[:, 1:], jnp.int32),
+        confidences=jnp.ones((slots, executor.draft_len), jnp.float32),
+    )
+    executor.state = state.replace(
+        positions=jnp.full(slots, context_len, jnp.int32),
+        anchors=jnp.asarray(ids[:, 0], jnp.int32),
+        ended=jnp.zeros(slots, bool),
+        proposals=proposals,
+    )
+
+
+def _dummy_plan(executor: Executor, shape: ProfileShape, context_len: int) -> StepPlan:
+    """`shape.num_tokens` tokens: decoding rows with their drafts, then a prompt chunk if that is not enough."""
+    rows = [
+        RowPlan(
+            slot=slot,
+            draft_cap=executor.draft_len,
+            limit=executor.max_model_len,
+            prompt_len=1,
+            temperature=1.0,
+        )
+        for slot in range(shape.num_requests)
+    ]
+    budget = min(shape.num_tokens - len(rows), executor.draft_len * len(rows))
+    rest = shape.num_tokens - len(rows) - budget
+    if rest:
+        # The last row brings what is left as a chunk of its prompt.
+        chunk = min(rest + 1 + executor.draft_len, executor.max_model_len - 1)
+        budget = max(budget - executor.draft_len, 0)
+        rows[-1] = RowPlan(
+            slot=len(rows) - 1,
+            prompt_ids=np.arange(chunk, dtype=np.int32) % executor.model_config.vocab_size,
+            limit=executor.max_model_len,
+            prompt_len=chunk,
+        )
+    # Pages of different slots overlap: only the time is wanted.
+    pages = np.arange(executor.num_slots * executor.max_pages) % executor.num_pages
+    return StepPlan(
+        rows=tuple(rows),
+        page_table=pages.reshape(executor.num_slots, executor.max_pages).astype(np.int32),
+        budget=budget,
+        bucket=bucket_for(executor.buckets, shape.num_tokens),
+        drafts=False,
+    )
+
+
+def _key(executor: Executor, settings: ProfileSettings) -> dict[str, object]:
+    """Everything that a step's time depends on."""
+    device = jax.devices()[0]
+    return {
+        **settings.flags,
+        "model_shape": hashlib.sha256(
+            json.dumps(asdict(executor.model_config), default=str, sort_keys=True).encode()
+        ).hexdigest(),
+        "device": device.device_kind,
+        "cores": os.cpu_count() if device.platform == "cpu" else None,
+        "jax": jax.__version__,
+        "dspark_jax": dspark_jax.__version__,
+    }
