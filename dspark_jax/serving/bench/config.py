@@ -133,7 +133,7 @@ class LoadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(LoadConfig):
-    """Measures one running server."""
+    """Measures one running server; `sweep` as the first word compares several (see `sweep --help`)."""
 
     base_url: str | None = None
     """Server URL without the endpoint; by default built from --host and --port."""
