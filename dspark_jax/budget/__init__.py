@@ -13,6 +13,7 @@ from dspark_jax.budget.cost_profile import (
     curves_from_samples,
     load_profile,
     profile_plan,
+    read_profile,
     resolve_context_len,
     save_profile,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "load_profile",
     "logit_rows_in_chunk",
     "profile_plan",
+    "read_profile",
     "resolve_context_len",
     "save_profile",
     "step_layout",

@@ -132,13 +132,9 @@ def resolve_context_len(flag: int | None, environ: Mapping[str, str], max_model_
     Raises:
         ValueError: the value isn't a positive integer; the message says where it came from.
     """
-    source, value = "--profile-context-len", flag
-    if flag is None:
-        source, value = "the default", DEFAULT_CONTEXT_LEN
-        for name in CONTEXT_LEN_VARIABLES:
-            if name in environ:
-                source, value = name, environ[name]
-                break
+    given = [("--profile-context-len", flag)] if flag is not None else []
+    given += [(name, environ[name]) for name in CONTEXT_LEN_VARIABLES if name in environ]
+    source, value = (*given, ("the default", DEFAULT_CONTEXT_LEN))[0]
     try:
         context_len = int(value)
     except ValueError:
@@ -168,12 +164,13 @@ def save_profile(path: Path, curves: Sequence[CostCurves], key: Mapping[str, Any
             for c in curves
         ],
     }
+    text = json.dumps(document, indent=1, sort_keys=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Two servers starting at once must not write into each other's half-finished file.
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False
     ) as file:
-        json.dump(document, file, indent=1, sort_keys=True)
+        file.write(text)
     os.replace(file.name, path)
 
 
@@ -186,27 +183,38 @@ def load_profile(path: Path, key: Mapping[str, Any]) -> tuple[CostCurves, ...] |
         Then the caller measures again.
     """
     try:
-        document = json.loads(path.read_text())
-        stored_key = document["key"]
-        wanted_key = _full_key(key)
-        differing = [
-            name
-            for name in sorted(stored_key.keys() | wanted_key.keys())
-            if stored_key.get(name) != wanted_key.get(name)
-        ]
-        if differing:
-            name = differing[0]
+        stored_key, curves = _read(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("cost profile %s ignored, unreadable: %s", path, error)
+        return None
+    wanted_key = _full_key(key)
+    for name in sorted(stored_key.keys() | wanted_key.keys()):
+        wanted, stored = wanted_key.get(name), stored_key.get(name)
+        if wanted != stored:
             logger.warning(
-                "cost profile %s ignored: %s is %r, stored for %r",
-                path,
-                name,
-                wanted_key.get(name),
-                stored_key.get(name),
+                "cost profile %s ignored: %s is %r, stored for %r", path, name, wanted, stored
             )
             return None
-        if not document["curves"]:
-            raise ValueError("it holds no curves")
-        return tuple(
+    return curves
+
+
+def read_profile(path: Path) -> tuple[CostCurves, ...]:
+    """Reads a profile whatever it was stored under, to look at it or to simulate with it.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: it isn't a profile.
+    """
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], tuple[CostCurves, ...]]:
+    text = path.read_text()
+    try:
+        document = json.loads(text)
+        curves = tuple(
             CostCurves(
                 context_len=entry["context_len"],
                 verify={int(count): float(ms) for count, ms in entry["verify"]},
@@ -214,13 +222,12 @@ def load_profile(path: Path, key: Mapping[str, Any]) -> tuple[CostCurves, ...] |
             )
             for entry in document["curves"]
         )
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning(
-            "cost profile %s ignored, unreadable: %s: %s", path, type(error).__name__, error
-        )
-        return None
+        key = dict(document["key"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} isn't a cost profile: {type(error).__name__}: {error}") from error
+    if not curves:
+        raise ValueError(f"{path} isn't a cost profile: it holds no curves")
+    return key, curves
 
 
 def _full_key(key: Mapping[str, Any]) -> dict[str, Any]:
