@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dspark_jax.serving.config import FlagError
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -25,11 +27,11 @@ def make_arms(base: Mapping[str, Any], names: tuple[str, ...] = ()) -> list[Arm]
         names: which arms, in this order; all if empty.
 
     Raises:
-        ValueError: an unknown name, or no k.
+        FlagError: an unknown name, or no k.
     """
     k = base.get("num_speculative_tokens")
     if not isinstance(k, int) or k < 1:
-        raise ValueError(f'--speculative-config: "num_speculative_tokens" must be >= 1, got {k!r}')
+        raise FlagError(f'--speculative-config: "num_speculative_tokens" must be >= 1, got {k!r}')
     full = {**base, "enable_adaptive_verification": False}
     arms = [
         Arm("none", None),
@@ -39,7 +41,7 @@ def make_arms(base: Mapping[str, Any], names: tuple[str, ...] = ()) -> list[Arm]
     ]
     by_name = {arm.name: arm for arm in arms}
     if unknown := [name for name in names if name not in by_name]:
-        raise ValueError(f"--arms: {unknown} not among {list(by_name)}")
+        raise FlagError(f"--arms: {unknown} not among {list(by_name)}")
     return [by_name[name] for name in names] if names else arms
 
 

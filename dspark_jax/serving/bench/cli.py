@@ -11,6 +11,8 @@ from typing import Any
 
 import tyro
 
+from dspark_jax.serving.config import FlagError
+
 from .config import BenchConfig, SweepConfig, key_values
 from .dataset import cycle_to
 from .http import ConnectionPool
@@ -23,13 +25,19 @@ _PROG = "python -m dspark_jax.serving.bench"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0, or 1 when a request failed or the run was cut short."""
+    """Runs the command line and returns the exit status.
+
+    0 when every request succeeded, 1 when one failed or the run was cut short, 2 for bad flags.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         if args[:1] == ["sweep"]:
             return asyncio.run(_sweep(_sweep_config(args[1:])))
         config = tyro.cli(BenchConfig, args=args, prog=_PROG)
         return asyncio.run(_bench(config))
+    except FlagError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,11 +1,14 @@
 """Flags of the load generator. Field docstrings are the text of `--help`."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+
+from dspark_jax.config import ConfigError
+from dspark_jax.serving.config import FlagError
+from dspark_jax.serving.speculative_config import json_object
 
 from .client import Backend
 from .metrics import METRIC_TITLES
@@ -81,21 +84,20 @@ class LoadConfig:
         if self.output_len is not None:
             _require_positive(self, "output_len")
         if not 0 <= self.random_range_ratio < 1:
-            raise ValueError(f"--random-range-ratio must be in [0, 1): {self.random_range_ratio}")
+            raise FlagError(f"--random-range-ratio must be in [0, 1): {self.random_range_ratio}")
         if not 0 <= self.random_token_range[0] < self.random_token_range[1]:
-            raise ValueError(f"--random-token-range is empty: {self.random_token_range}")
+            raise FlagError(f"--random-token-range is empty: {self.random_token_range}")
         if (self.dataset_name == "custom") != (self.dataset_path is not None):
-            raise ValueError("--dataset-path goes with --dataset-name custom, and only with it")
+            raise FlagError("--dataset-path goes with --dataset-name custom, and only with it")
         if self.dataset_name == "random" and self.backend == "openai-chat":
-            raise ValueError(
+            raise FlagError(
                 "random prompts are token ids, which chat does not take: use --backend openai"
             )
-        if not isinstance(json.loads(self.extra_body), dict):
-            raise ValueError(f"--extra-body must be a JSON object: {self.extra_body}")
+        _json_object("--extra-body", self.extra_body)
         if unknown := set(self.latency_metrics) - set(METRIC_TITLES):
-            raise ValueError(f"--percentile-metrics: {sorted(unknown)} not in {[*METRIC_TITLES]}")
+            raise FlagError(f"--percentile-metrics: {sorted(unknown)} not in {[*METRIC_TITLES]}")
         if not all(0 <= p <= 100 for p in self.percentiles):
-            raise ValueError(f"--metric-percentiles must be in [0, 100]: {self.metric_percentiles}")
+            raise FlagError(f"--metric-percentiles must be in [0, 100]: {self.metric_percentiles}")
         key_values(self.header)
 
     @property
@@ -118,7 +120,7 @@ class LoadConfig:
         body = {name: value for name, value in sampling.items() if value is not None}
         if self.ignore_eos or self.dataset_name == "random":
             body["ignore_eos"] = True
-        return {**body, **json.loads(self.extra_body)}
+        return {**body, **_json_object("--extra-body", self.extra_body)}
 
     @property
     def latency_metrics(self) -> list[str]:
@@ -128,7 +130,12 @@ class LoadConfig:
     @property
     def percentiles(self) -> list[float]:
         """The numbers in `--metric-percentiles`."""
-        return [float(p) for p in self.metric_percentiles.split(",")]
+        try:
+            return [float(p) for p in self.metric_percentiles.split(",")]
+        except ValueError:
+            raise FlagError(
+                f"--metric-percentiles must be numbers, comma-separated: {self.metric_percentiles}"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +174,9 @@ class BenchConfig(LoadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.request_rate > 0:
-            raise ValueError(f"--request-rate must be positive: {self.request_rate}")
+            raise FlagError(f"--request-rate must be positive: {self.request_rate}")
         if not self.burstiness > 0:
-            raise ValueError(f"--burstiness must be positive: {self.burstiness}")
+            raise FlagError(f"--burstiness must be positive: {self.burstiness}")
         if self.max_concurrency is not None:
             _require_positive(self, "max_concurrency")
         key_values(self.metadata)
@@ -231,29 +238,40 @@ class SweepConfig(LoadConfig):
         _require_positive(self, "repeats")
         _require_positive(self, "warmup_output_len")
         if not self.concurrency or min(self.concurrency) < 1:
-            raise ValueError(f"--concurrency must be positive: {self.concurrency}")
+            raise FlagError(f"--concurrency must be positive: {self.concurrency}")
         own = {"--host", "--port", "--api-key", "--speculative-config"}
         if taken := own & {arg.partition("=")[0] for arg in self.server_args}:
-            raise ValueError(
+            raise FlagError(
                 f"{', '.join(sorted(taken))}: the sweep sets this for its servers; where it has a "
                 "flag of the same name, give that one before the lone --"
             )
-        if not isinstance(json.loads(self.speculative_config), dict):
-            raise ValueError(f"--speculative-config must be an object: {self.speculative_config}")
+        _json_object("--speculative-config", self.speculative_config)
+
+    @property
+    def base_speculative_config(self) -> dict[str, Any]:
+        """The parsed `--speculative-config`."""
+        return _json_object("--speculative-config", self.speculative_config)
 
 
 def key_values(pairs: tuple[str, ...]) -> dict[str, str]:
-    """Splits KEY=VALUE pairs; a pair without a key or a `=` is a ValueError."""
+    """Splits KEY=VALUE pairs; a pair without a key or a `=` is a FlagError."""
     result = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"expected KEY=VALUE, got {pair!r}")
+            raise FlagError(f"expected KEY=VALUE, got {pair!r}")
         result[key.strip()] = value.strip()
     return result
+
+
+def _json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        return json_object(text)
+    except ConfigError as error:
+        raise FlagError(f"{flag}: {error}") from None
 
 
 def _require_positive(config: object, name: str) -> None:
     value = getattr(config, name)
     if value < 1:
-        raise ValueError(f"--{name.replace('_', '-')} must be at least 1: {value}")
+        raise FlagError(f"--{name.replace('_', '-')} must be at least 1: {value}")

@@ -53,12 +53,13 @@ async def run_sweep(config: SweepConfig, stop: asyncio.Event) -> bool:
         Whether every point is there and no request failed.
 
     Raises:
-        ValueError: bad arms, or a result file of other settings.
+        FlagError: bad arms.
+        ValueError: the result file holds other settings.
         ModuleNotFoundError: pictures are wanted and matplotlib is missing.
     """
     if config.plots:
         require_matplotlib()
-    arms = make_arms(json.loads(config.speculative_config), config.arms)
+    arms = make_arms(config.base_speculative_config, config.arms)
     prompts = load_prompts(config)
     config.result_dir.mkdir(parents=True, exist_ok=True)
     store = SweepStore.open(
