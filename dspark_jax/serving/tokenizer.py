@@ -31,7 +31,7 @@ class TextTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, *, bos_token_id: int) -> TextTokenizer:
-        """Load `tokenizer.json`, and `add_bos_token` of `tokenizer_config.json` if there is one.
+        """Load `tokenizer.json`, and `add_bos_token` of `tokenizer_config.json`, true by default.
 
         Raises `ConfigError` when a file is missing or unreadable.
         """
@@ -45,14 +45,14 @@ class TextTokenizer:
         settings_path = folder / "tokenizer_config.json"
         settings = json.loads(settings_path.read_text()) if settings_path.is_file() else {}
         return cls(
-            tokenizer, bos_token_id=bos_token_id, adds_bos=bool(settings.get("add_bos_token"))
+            tokenizer, bos_token_id=bos_token_id, adds_bos=settings.get("add_bos_token", True)
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised."""
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        if add_special_tokens and ids[:1] != self._bos:
-            ids = self._bos + ids
+        if add_special_tokens and ids[: len(self._bos)] != self._bos:
+            return self._bos + ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -135,11 +135,14 @@ def test_from_folder_reads_add_bos_token(tmp_path):
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         TextTokenizer.from_folder(tmp_path, bos_token_id=0)
     save_tokenizer(tmp_path)
-    plain = TextTokenizer.from_folder(tmp_path, bos_token_id=0).encode("a", add_special_tokens=True)
-    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    with_bos = TextTokenizer.from_folder(tmp_path, bos_token_id=0)
-    assert with_bos.encode("a", add_special_tokens=True) == [0, *plain]
-    assert with_bos.encode("a", add_special_tokens=False) == plain
+    tokenizer = TextTokenizer.from_folder(tmp_path, bos_token_id=0)
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    assert tokenizer.encode("a", add_special_tokens=True) == [0, *plain]
+    written_out = "<｜begin▁of▁sentence｜>a"
+    assert tokenizer.encode(written_out, add_special_tokens=True) == [0, *plain]
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    tokenizer = TextTokenizer.from_folder(tmp_path, bos_token_id=0)
+    assert tokenizer.encode("a", add_special_tokens=True) == plain
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="not a tokenizer"):
         TextTokenizer.from_folder(tmp_path, bos_token_id=0)

@@ -66,10 +66,12 @@ class ChatCompletion:
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
         num_calls = [0] * len(self.requests)
-        for index in range(len(self.requests)):
-            yield _chunk(index, {"role": "assistant", "content": ""})
+        silent = set(range(len(self.requests)))
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
+                if piece.index in silent:
+                    silent.remove(piece.index)
+                    yield _chunk(piece.index, {"role": "assistant", "content": ""})
                 delta = _stream_delta(piece.reply, num_calls[piece.index])
                 num_calls[piece.index] += len(piece.reply.calls)
                 if delta or piece.logprobs or piece.finish_reason:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -11,7 +10,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-_LOG = logging.getLogger(__name__)
+_RETRY_AFTER_S = "5"
+_PYDANTIC_NAMES = frozenset({"str", "int", "float", "bool", "TextPart", "Message"})
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -39,6 +39,11 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+    def response(self) -> JSONResponse:
+        """The HTTP response that the client gets."""
+        headers = {"Retry-After": _RETRY_AFTER_S} if self.status == 503 else None
+        return JSONResponse(self.body(), self.status, headers)
 
 
 def unavailable(message: str) -> ApiError:
@@ -71,8 +76,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> JSONResponse:
-        headers = {"Retry-After": "5"} if error.status == 503 else None
-        return JSONResponse(error.body(), error.status, headers)
+        return error.response()
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -85,7 +89,7 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_failure(request: Request, error: Exception) -> JSONResponse:
         # Starlette raises it again afterwards, so the server's log has the traceback.
-        return JSONResponse(internal_error().body(), 500)
+        return internal_error().response()
 
 
 def internal_error() -> ApiError:
@@ -94,7 +98,4 @@ def internal_error() -> ApiError:
 
 
 def _is_client_name(part: int | str) -> bool:
-    return isinstance(part, int) or part.isidentifier() and part not in _PYDANTIC_NAMES
-
-
-_PYDANTIC_NAMES = frozenset({"str", "int", "float", "bool", "TextPart", "Message"})
+    return isinstance(part, int) or (part.isidentifier() and part not in _PYDANTIC_NAMES)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dspark_jax.serving.api.errors import ApiError, unavailable
 from dspark_jax.serving.detokenizer import Detokenizer, TextPiece
+from dspark_jax.serving.intake import EngineUnavailable
 from dspark_jax.serving.metrics import Metrics
 from dspark_jax.serving.request import (
     EngineClient,
@@ -121,14 +122,8 @@ async def generate_choice(
     )
     timer = _Timer(backend.metrics, len(request.prompt_token_ids))
     try:
-        async with aclosing(backend.engine.generate(request)) as chunks:
+        async with aclosing(_engine_chunks(backend.engine, request)) as chunks:
             async for chunk in chunks:
-                if chunk.finish_reason is FinishReason.ERROR:
-                    timer.on_finish(FinishReason.ERROR)
-                    reason = chunk.error or "The engine failed this request."
-                    raise ApiError(reason, status=500, code="generation_failed")
-                if chunk.finish_reason is FinishReason.ABORT:
-                    raise unavailable("The server aborted this request.")
                 if chunk.token_ids:
                     timer.on_tokens(len(chunk.token_ids))
                 delta = _delta(index, chunk, detokenizer, options)
@@ -137,9 +132,29 @@ async def generate_choice(
                 yield delta
                 if delta.finish_reason is not None:
                     return
-        raise ApiError("The engine ended without a result.", status=500, code="generation_failed")
+        raise RuntimeError(f"the engine ended {request.request_id} without a finish reason")
+    except ApiError as error:
+        timer.on_finish(FinishReason.ERROR if error.status == 500 else FinishReason.ABORT)
+        raise
     finally:
         timer.on_finish(FinishReason.ABORT)
+
+
+async def _engine_chunks(engine: EngineClient, request: Request) -> AsyncIterator[TokenChunk]:
+    """The engine's chunks, its refusals and failures as `ApiError`."""
+    try:
+        async with aclosing(engine.generate(request)) as chunks:
+            async for chunk in chunks:
+                if chunk.finish_reason is FinishReason.ERROR:
+                    reason = chunk.error or "the engine failed this request"
+                    raise ApiError(reason, status=500, code="generation_failed")
+                if chunk.finish_reason is FinishReason.ABORT:
+                    raise unavailable("The server ended this request.")
+                yield chunk
+    except EngineUnavailable as error:
+        raise unavailable(f"The request is not taken: {error}.") from error
+    except ValueError as error:
+        raise ApiError(f"The request cannot run: {error}.") from error
 
 
 def _delta(

@@ -25,9 +25,11 @@ def encode_json(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come, then `[DONE]`; an error becomes the last event.
+    """Sends events as they come, then `[DONE]`.
 
-    When the client goes away the event source is closed at once, whatever it is waiting for.
+    Nothing is sent before the first event exists, so that a request which fails before has its real
+    status; a later error becomes the last event. When the client goes away the event source is
+    closed at once, whatever it is waiting for.
     """
 
     media_type = "text/event-stream"
@@ -38,26 +40,36 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _unless_disconnected(receive, self._send_all(send))
+        await _unless_disconnected(receive, self._send_all(scope, receive, send))
 
-    async def _send_all(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        async for data in self._encoded():
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            try:
+                event = await anext(events)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            await _send_part(send, _encode_event(event))
+            try:
+                async for event in events:
+                    await _send_part(send, _encode_event(event))
+            except ApiError as error:
+                await _send_part(send, _encode_event(error.body()))
+            except Exception:
+                _LOG.exception("a stream failed")
+                await _send_part(send, _encode_event(internal_error().body()))
+        await _send_part(send, _DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _encoded(self) -> AsyncIterator[bytes]:
-        try:
-            async with aclosing(self._events):
-                async for event in self._events:
-                    yield b"data: " + encode_json(event) + b"\n\n"
-        except ApiError as error:
-            yield b"data: " + encode_json(error.body()) + b"\n\n"
-        except Exception:
-            _LOG.exception("a stream failed")
-            yield b"data: " + encode_json(internal_error().body()) + b"\n\n"
-        yield _DONE
+
+async def _send_part(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def _encode_event(event: dict[str, Any]) -> bytes:
+    return b"data: " + encode_json(event) + b"\n\n"
 
 
 class JsonBytes(Response):
