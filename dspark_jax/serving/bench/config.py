@@ -213,7 +213,7 @@ class SweepConfig(LoadConfig):
     arms: tuple[str, ...] = ()
     """Arms to measure, of none, fixed-1 ... fixed-k, adaptive; by default all."""
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    """Numbers of requests in flight."""
+    """Numbers of requests in flight; give the server a --max-num-seqs that holds the largest."""
     prompts_per_stream: int | None = None
     """At concurrency c send min(--num-prompts, c times this), so that small c don't take hours."""
     num_warmups: int | None = None
