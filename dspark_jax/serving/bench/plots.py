@@ -94,8 +94,7 @@ def draw_speculation(summaries: Summaries, path: Path) -> None:
         if is_log:
             axes.set_yscale("symlog", base=2, linthresh=1)  # a budget of 0 is a choice too
             _plain_ticks(axes.yaxis)
-        else:
-            axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0)
         axes.set_xlabel("requests in flight")
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.25)
