@@ -213,6 +213,11 @@ class Engine:
             self._land(self._in_flight.popleft())
         elif self._scheduler.has_work and not self._in_flight:
             raise RuntimeError("requests wait, nothing runs, and none of them can be scheduled")
+        self._metrics.set_load(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            cache_usage=self._scheduler.pages.usage,
+        )
 
     def _take_requests(self) -> None:
         arrivals, closings = self._intake.take()
@@ -300,11 +305,6 @@ class Engine:
             self._policy.on_landing(step.slots, serials, outputs.confidences)
             is_new = serials != NO_PROPOSAL
             self._confidences[step.slots[is_new]] = outputs.confidences[is_new]
-        self._metrics.set_load(
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            cache_usage=self._scheduler.pages.usage,
-        )
         self._metrics.on_step(
             StepReport(
                 bucket=step.bucket,

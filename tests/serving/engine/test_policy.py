@@ -1,0 +1,247 @@
+"""What policies decide, and from which proposals' confidences."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from dspark_jax.budget import NO_PROPOSAL, BudgetPolicy, CostCurves, CostTable, DraftSkipper
+from dspark_jax.serving.policy import (
+    AdaptiveVerification,
+    FixedVerification,
+    PlainDecoding,
+    StepSize,
+    policy_from_config,
+)
+from dspark_jax.serving.scheduler import Schedule, ScheduledRow
+from dspark_jax.serving.speculative_config import SpeculativeConfig
+from tests.serving.engine.fake_executor import FakeExecutor
+from tests.serving.engine.harness import check_ordinary, collect, make_request, serving
+from tests.serving.engine.test_scheduler import make_sequence
+
+DRAFT_LEN = 3
+NUM_SLOTS = 4
+
+
+def flat_cost(*, verify_ms: float = 1.0, draft_ms: float = 0.0) -> CostTable:
+    """Every step costs the same, so that every draft with a chance is worth verifying."""
+    curves = CostCurves(context_len=16, verify={32: verify_ms}, draft={NUM_SLOTS: draft_ms})
+    return CostTable([curves], max_tokens=32, max_requests=NUM_SLOTS)
+
+
+def steep_cost(free_tokens: int) -> CostTable:
+    """Tokens beyond `free_tokens` are far too dear."""
+    curves = CostCurves(
+        context_len=16, verify={free_tokens: 1.0, 32: 1000.0}, draft={NUM_SLOTS: 0.0}
+    )
+    return CostTable([curves], max_tokens=32, max_requests=NUM_SLOTS)
+
+
+def adaptive(cost: CostTable, skipper: DraftSkipper | None = None) -> AdaptiveVerification:
+    return AdaptiveVerification(
+        num_slots=NUM_SLOTS,
+        draft_len=DRAFT_LEN,
+        cost=cost,
+        objective=BudgetPolicy(hysteresis=0.0),
+        skipper=skipper,
+    )
+
+
+def decode_schedule(*pending_serials: int, max_budget: int | None = None) -> Schedule:
+    """One decoding row per slot, whose pending proposals have these serials."""
+    rows = []
+    for slot, serial in enumerate(pending_serials):
+        sequence = make_sequence(f"r{slot}")
+        sequence.admit(slot)
+        sequence.num_fed = len(sequence.feed)
+        sequence.proposal_serial = serial
+        rows.append(ScheduledRow(sequence, sequence.decode_row(DRAFT_LEN), 1))
+    num_drafts = DRAFT_LEN * len(rows)
+    return Schedule(
+        rows,
+        num_tokens=len(rows),
+        num_draft_tokens=num_drafts,
+        num_logit_rows=len(rows),
+        max_budget=num_drafts if max_budget is None else max_budget,
+        context_len=16.0,
+    )
+
+
+def record(policy: AdaptiveVerification, serial: int, *confidences: float) -> None:
+    """A step has landed in which slot i made a proposal with `confidences[i]` everywhere."""
+    slots = np.arange(len(confidences))
+    rows = np.repeat(np.array(confidences, np.float32)[:, None], DRAFT_LEN, axis=1)
+    policy.on_landing(slots, np.full(len(slots), serial), rows)
+
+
+def test_plain_decoding_never_drafts() -> None:
+    policy = PlainDecoding()
+    assert policy.draft_cap == 0
+    assert policy.size(decode_schedule(0)) == StepSize(0, drafts=False)
+
+
+def test_fixed_verification_takes_what_is_offered_and_allowed() -> None:
+    policy = FixedVerification(2)
+    assert policy.draft_cap == 2
+    assert policy.size(decode_schedule(0, 0)) == StepSize(6, drafts=True)
+    assert policy.size(decode_schedule(0, 0, max_budget=4)) == StepSize(4, drafts=True)
+
+
+def test_adaptive_believes_a_request_of_which_nothing_has_landed() -> None:
+    assert adaptive(flat_cost()).size(decode_schedule(0, 0)).budget == 6
+
+
+def test_adaptive_sizes_with_the_proposal_before_the_pending_one() -> None:
+    policy = adaptive(flat_cost())
+    record(policy, 4, 0.0, 0.9)
+    size = policy.size(decode_schedule(5, 5))
+    assert size.budget == 3
+    assert size.predicted_accepted == pytest.approx(0.9 + 0.81 + 0.729)
+    assert size.predicted_ms == pytest.approx(1.0)
+
+
+def test_adaptive_never_looks_at_the_pending_proposal() -> None:
+    """A request that skipped a step has its pending proposal's confidences on the host: they don't count."""
+    policy = adaptive(flat_cost())
+    record(policy, 4, 0.0)
+    assert policy.size(decode_schedule(4)).budget == 3  # nothing older: believed
+    record(policy, 5, 0.9)
+    assert policy.size(decode_schedule(5)).budget == 0  # the one before says no
+    assert policy.size(decode_schedule(6)).budget == 3
+
+
+def test_adaptive_forgets_the_slots_previous_tenant() -> None:
+    policy = adaptive(flat_cost())
+    record(policy, 4, 0.0)
+    policy.on_admit(0, first_serial=6)
+    record(policy, 5, 0.0)  # still in flight when the slot changed hands
+    assert policy.size(decode_schedule(7)).budget == 3
+    record(policy, 6, 0.0)
+    assert policy.size(decode_schedule(7)).budget == 0
+
+
+def test_adaptive_stops_at_the_cliff_and_at_the_logit_rows() -> None:
+    policy = adaptive(steep_cost(5))
+    record(policy, 1, 0.9, 0.9)
+    assert policy.size(decode_schedule(2, 2)).budget == 3
+    assert policy.size(decode_schedule(2, 2, max_budget=1)).budget == 1
+    assert policy.size(decode_schedule(2, 2, max_budget=0)).budget == 0
+
+
+def test_adaptive_counts_prompt_tokens_but_not_their_request() -> None:
+    policy = adaptive(steep_cost(6))
+    schedule = decode_schedule(2)
+    prompt = make_sequence("prompt", num_prompt=30)
+    prompt.admit(1)
+    schedule.rows.append(ScheduledRow(prompt, prompt.prompt_row(4), 4))
+    schedule.num_tokens += 4
+    schedule.num_logit_rows += 1
+    size = policy.size(schedule)
+    assert size.budget == 1
+    assert size.predicted_accepted == pytest.approx(1.0)
+
+
+def test_drafter_rests_while_ordinary_decoding_is_faster_and_is_probed() -> None:
+    skipper = DraftSkipper(patience=2, probe_interval=3, max_probe_interval=8, probe_len=1)
+    policy = adaptive(flat_cost(verify_ms=1.0, draft_ms=50.0), skipper)
+    for serial in range(3):
+        record(policy, serial, 0.1, 0.1)
+    first, second, *rest = (policy.size(decode_schedule(9, 9)) for _ in range(6))
+    assert first.drafts
+    # The step that stops drafting still verifies what the one before it drafted, at the price of not drafting.
+    assert second.drafts is False
+    assert second.budget == 6
+    assert second.predicted_ms == pytest.approx(1.0)
+    assert [(size.drafts, size.budget) for size in rest[:3]] == [
+        (False, 6),
+        (False, 6),
+        (True, 0),
+    ]
+    assert rest[2].predicted_ms == pytest.approx(51.0)
+
+
+def test_step_times_reach_the_live_correction() -> None:
+    class Observed(CostTable):
+        def observe(self, *args, **kwargs) -> None:
+            seen.append((args, kwargs))
+
+    seen: list = []
+    curves = CostCurves(context_len=16, verify={32: 1.0}, draft={NUM_SLOTS: 0.0})
+    policy = adaptive(Observed([curves], max_tokens=32, max_requests=NUM_SLOTS))
+    policy.on_step_time(decode_schedule(2, 2), StepSize(5, drafts=True), 7.5)
+    assert seen == [((7, 2), dict(draft=True, context_len=16.0, measured_ms=7.5))]
+
+
+@pytest.mark.parametrize("skipper", [None, DraftSkipper(patience=2, probe_interval=3)])
+async def test_adaptive_streams_are_those_of_ordinary_decoding(skipper) -> None:
+    draft_ms = 0.0 if skipper is None else 30.0
+    curves = CostCurves(
+        context_len=16,
+        verify={1: 1.0, 4: 1.1, 8: 1.5, 16: 3.0, 32: 9.0},
+        draft={NUM_SLOTS: draft_ms},
+    )
+    cost = CostTable([curves], max_tokens=32, max_requests=NUM_SLOTS)
+    executor = FakeExecutor(num_slots=NUM_SLOTS, draft_len=DRAFT_LEN, step_s=0.0005)
+    requests = [make_request(f"r{i}", seed=i, max_tokens=40) for i in range(10)]
+    async with serving(executor, adaptive(cost, skipper)) as engine:
+        outcomes = await asyncio.gather(*(collect(engine, request) for request in requests))
+    for outcome, request in zip(outcomes, requests):
+        check_ordinary(outcome, request, executor.max_model_len)
+    budgets = {plan.budget for plan in executor.plans}
+    assert len(budgets) > 1
+    assert {plan.drafts for plan in executor.plans} == (
+        {True} if skipper is None else {True, False}
+    )
+
+
+async def test_the_engine_feeds_the_policy_older_proposals_only() -> None:
+    """Recorded from a real run: no row is ever sized with a proposal that the same step verifies."""
+
+    class Watched(AdaptiveVerification):
+        def size(self, schedule: Schedule) -> StepSize:
+            for scheduled in schedule.rows:
+                if scheduled.row.draft_cap:
+                    pending = scheduled.sequence.proposal_serial
+                    assert pending != NO_PROPOSAL
+                    lags.append(pending - newest.get(scheduled.sequence.slot, pending - 1))
+            return super().size(schedule)
+
+        def on_landing(self, slots, serials, confidences) -> None:
+            assert np.isfinite(confidences[serials != NO_PROPOSAL]).all()
+            newest.update(zip(slots.tolist(), serials.tolist()))
+            super().on_landing(slots, serials, confidences)
+
+    lags: list[int] = []
+    newest: dict[int, int] = {}
+    watched = Watched(
+        num_slots=NUM_SLOTS,
+        draft_len=DRAFT_LEN,
+        cost=flat_cost(),
+        objective=BudgetPolicy(),
+        skipper=None,
+    )
+    executor = FakeExecutor(num_slots=NUM_SLOTS, draft_len=DRAFT_LEN, step_s=0.0005)
+    async with serving(executor, watched) as engine:
+        await collect(engine, make_request(max_tokens=40, ignore_eos=True))
+        assert engine.is_healthy, engine.failure
+    assert set(lags) == {1}
+
+
+def test_policies_from_the_flag() -> None:
+    def build(config: SpeculativeConfig | None, draft_len: int = 5, cost: CostTable | None = None):
+        return policy_from_config(config, num_slots=NUM_SLOTS, draft_len=draft_len, cost=cost)
+
+    assert isinstance(build(None), PlainDecoding)
+    assert build(SpeculativeConfig()).draft_cap == 5
+    fixed = build(SpeculativeConfig(fixed_verify_len=2))
+    assert isinstance(fixed, FixedVerification)
+    assert fixed.draft_cap == 2
+    assert build(SpeculativeConfig(fixed_verify_len=0)).draft_cap == 0
+    config = SpeculativeConfig(enable_adaptive_verification=True)
+    assert isinstance(build(config, cost=flat_cost()), AdaptiveVerification)
+    with pytest.raises(ValueError, match="no drafter; leave --speculative-config out"):
+        build(SpeculativeConfig(), draft_len=0)
+    with pytest.raises(ValueError, match=r"measured step times.*enable_adaptive_verification"):
+        build(config)
