@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dspark_jax.serving.api.errors import ApiError, unavailable
 from dspark_jax.serving.detokenizer import Detokenizer, TextPiece
@@ -120,6 +120,7 @@ async def generate_choice(
         min_tokens=options.min_tokens,
         skipped_ids=options.skipped_ids,
     )
+    eos = backend.engine.model_config.eos_token_id
     timer = _Timer(backend.metrics, len(request.prompt_token_ids))
     try:
         async with aclosing(_engine_chunks(backend.engine, request)) as chunks:
@@ -127,6 +128,8 @@ async def generate_choice(
                 if chunk.token_ids:
                     timer.on_tokens(len(chunk.token_ids))
                 delta = _delta(index, chunk, detokenizer, options)
+                if delta.stop_reason == eos and eos not in request.sampling.stop_token_ids:
+                    delta = replace(delta, stop_reason=None)  # the model ended it, not the client
                 if delta.finish_reason is not None:
                     timer.on_finish(FinishReason(delta.finish_reason))
                 yield delta
