@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 
@@ -62,7 +63,7 @@ def restore_store(
 ) -> tuple[ModelConfig, Params, DraftParams | None]:
     """Restore what `save_store` saved.
 
-    Every array goes to the first device, or is read directly into the shards that `sharding_of` (logical axes,
+    Every array goes to the default device, or is read directly into the shards that `sharding_of` (logical axes,
     shape → sharding) gives. With `draft=False` the drafter is not read and `config.draft` is None. Raises
     `CheckpointError` when the folder is no store or its arrays don't fit its `config.json`.
     """
@@ -140,7 +141,7 @@ def _abstract(
             f"{'.'.join(path)} was saved as {list(saved.shape)}, config.json asks for {list(shape)}"
         )
     if sharding_of is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding = jnp.zeros(()).sharding  # the default device
     else:
         sharding = sharding_of(spec.axes, shape)
     return jax.ShapeDtypeStruct(shape, saved.dtype, sharding=sharding)
