@@ -45,6 +45,7 @@ class LiveCorrection:
             raise ValueError(f"rate must be in (0, 1], got {rate}")
         if not 0.0 < min_ratio <= 1.0 <= max_ratio:
             raise ValueError(f"ratio bounds must enclose 1, got {min_ratio}..{max_ratio}")
+        self.max_tokens = max_tokens
         self.rate = rate
         self.min_ratio = min_ratio
         self.max_ratio = max_ratio

@@ -114,10 +114,15 @@ class CostTable:
             correction: learns measured / predicted per bucket; None leaves the profile as it is.
 
         Raises:
-            ValueError: no curves, or two with the same context length.
+            ValueError: no curves, two with the same context length, or a correction that ends
+                before `max_tokens`.
         """
         if not curves:
             raise ValueError(f"cost table without a profile: {SWITCH_OFF}")
+        if correction is not None and correction.max_tokens < max_tokens:
+            raise ValueError(
+                f"live correction ends at {correction.max_tokens} tokens, the table at {max_tokens}"
+            )
         ordered = sorted(curves, key=lambda c: c.context_len)
         self.max_tokens = max_tokens
         self.max_requests = max_requests

@@ -169,7 +169,7 @@ def choose_budget(
         order = np.argsort(-(offered + 2.0 * is_floor))[:max_budget]
         ranked = offered[order]
     else:
-        # Sorting values alone takes half the time.
+        # Nobody asks for the order, and sorting values alone takes half the time.
         order = None
         ranked = -np.sort(-offered)[:max_budget]
     min_budget = 0

@@ -30,7 +30,6 @@ from dspark_jax.budget.traces import (
     load_recorded,
 )
 
-MIN_PROPOSALS = 4000
 PUBLISHED_LIMITS = {"published-1024": 1024, "published-4096": 4096}
 
 
@@ -57,7 +56,9 @@ class SimulateFlags:
     output_len: int = 512
     """Tokens generated per request."""
     num_steps: int = 300
-    """Steps per arm; more with few requests at a time, for 4000 proposals at least."""
+    """Steps per arm and concurrency, or more if that takes --min-proposals."""
+    min_proposals: int = 4000
+    """Proposals per arm and concurrency, so that few requests at a time are a fair sample too."""
     context_len: float = 8192.0
     """Mean context, for profiles of several contexts."""
     vocab_size: int = 129_280
@@ -87,7 +88,7 @@ def simulate(flags: SimulateFlags) -> list[ArmResult]:
             concurrency=concurrency,
             prompt_len=flags.prompt_len,
             output_len=flags.output_len,
-            num_steps=max(flags.num_steps, MIN_PROPOSALS // max(concurrency, 1)),
+            num_steps=max(flags.num_steps, flags.min_proposals // max(concurrency, 1)),
         )
         for arm in arms:
             rng = np.random.default_rng(flags.seed)

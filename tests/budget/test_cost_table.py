@@ -123,6 +123,11 @@ def test_correction_learns_from_the_uncorrected_prediction():
     assert cost.step_ms(8, 1, draft=True, context_len=0) == pytest.approx(1.25)
 
 
+def test_correction_must_reach_as_far_as_the_table():
+    with pytest.raises(ValueError, match="ends at 39 tokens, the table at 40"):
+        table({8: 1.0}, correction=LiveCorrection([8], 39))
+
+
 def test_correction_is_bounded():
     correction = LiveCorrection([8], 8, rate=1.0)
     correction.observe(8, predicted_ms=1.0, measured_ms=1e9)

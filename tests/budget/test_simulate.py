@@ -23,7 +23,9 @@ from dspark_jax.budget.traces import RecordedTrace
 
 
 def throughput(table, concurrency, arms=("none", "fixed-7", "adaptive")):
-    flags = SimulateFlags(table=table, arms=arms, concurrency=(concurrency,), num_steps=80, seed=3)
+    flags = SimulateFlags(
+        table=table, arms=arms, concurrency=(concurrency,), num_steps=80, seed=3, min_proposals=1000
+    )
     return {r.arm: r.tokens_per_s for r in simulate(flags)}
 
 
@@ -149,7 +151,7 @@ def test_fixed_arm_longer_than_the_draft_is_refused():
 
 
 def test_same_seed_same_numbers():
-    flags = SimulateFlags(concurrency=(64,), num_steps=20)
+    flags = SimulateFlags(concurrency=(16,), num_steps=20, min_proposals=0)
     assert simulate(flags) == simulate(flags)
     assert simulate(flags) != simulate(dataclasses.replace(flags, seed=1))
 
@@ -167,6 +169,7 @@ def test_main_writes_json_and_a_picture_from_a_stored_profile_and_a_record(tmp_p
         concurrency=(1, 4),
         prompt_len=4,
         num_steps=30,
+        min_proposals=0,
         output=tmp_path / "result.json",
         plot=tmp_path / "result.png",
     )
