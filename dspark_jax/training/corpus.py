@@ -81,7 +81,7 @@ def read_library(folder: Path) -> list[Document]:
 
 
 def split(documents: list[Document], held_out_share: float, seed: int) -> Corpus:
-    """Hold out about `held_out_share` of the library's and of the tests' bytes, whole groups of likenesses only."""
+    """Hold out about `held_out_share` of the bytes of library and tests each, in whole groups."""
     groups = sorted(_groups(documents), key=lambda group: _rank(group[0].name, seed))
     held_out: set[str] = set()
     for is_test in (False, True):
