@@ -197,18 +197,27 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._in_flight or self._scheduler.has_work or self._intake.wait():
+            while self._has_work():
                 self._step()
         except BaseException as error:  # whatever it is, the clients must learn of it
             self._fail(error)
 
+    def _has_work(self) -> bool:
+        """True at once, or as soon as there is something to do; False when there never will be again."""
+        if self._in_flight or self._scheduler.has_work:
+            return True
+        self._deliver()
+        return self._intake.wait()
+
     def _step(self) -> None:
-        """One turn: dispatch the next step, then hand out the outputs of the one before it."""
+        """One turn: dispatch the next step, then wait for the one before it."""
         started = time.perf_counter()
         self._take_requests()
         schedule = self._scheduler.schedule()
         if schedule.rows:
             self._in_flight.append(self._dispatch(schedule, started))
+        # Only now, before a wait: from here on the clients' threads compete for the interpreter.
+        self._deliver()
         if len(self._in_flight) == MAX_IN_FLIGHT or (self._in_flight and not schedule.rows):
             self._land(self._in_flight.popleft())
         elif self._scheduler.has_work and not self._in_flight:
@@ -230,7 +239,6 @@ class Engine:
             for sequence, stream in list(self._streams.items()):
                 self._mailbox.post(stream, TokenChunk((), finish_reason=FinishReason.ABORT))
                 self._drop(sequence)
-            self._deliver()
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a sequence; steps in flight may still have rows of it, which will be ignored."""
@@ -278,7 +286,6 @@ class Engine:
             self._mailbox.post(self._streams[sequence], chunk)
             if chunk.finish_reason is not None:
                 self._drop(sequence)
-        self._deliver()
         self._report(step, outputs, landing, step_ms, landed_at)
 
     def _deliver(self) -> None:
@@ -301,7 +308,7 @@ class Engine:
         """Let the policy and the metrics learn from a step."""
         confidences = self._confidences[step.slots[landing.verified_rows]]
         if step.size.drafts:
-            serials = step.serials
+            serials = step.serials(outputs)
             self._policy.on_landing(step.slots, serials, outputs.confidences)
             is_new = serials != NO_PROPOSAL
             self._confidences[step.slots[is_new]] = outputs.confidences[is_new]

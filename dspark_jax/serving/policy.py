@@ -29,6 +29,7 @@ class StepSize:
     drafts: bool
     predicted_ms: float | None = None
     predicted_accepted: float | None = None
+    context_len: float = 0.0  # cached positions per request that the prediction assumed
 
 
 class VerificationPolicy(Protocol):
@@ -120,6 +121,7 @@ class AdaptiveVerification:
 
     def size(self, schedule: Schedule) -> StepSize:
         rows, num_rows = schedule.rows, len(schedule.rows)
+        context_len = sum(r.sequence.min_len for r in rows) / num_rows
         slots = np.array([r.sequence.slot for r in rows])
         pending_serials = np.array([r.sequence.proposal_serial for r in rows])
         decision = choose_budget(
@@ -128,7 +130,7 @@ class AdaptiveVerification:
             np.array([r.num_tokens for r in rows]),
             np.array([r.row.samples for r in rows]),
             self._cost,
-            schedule.context_len,
+            context_len,
             BudgetLimits(max_logit_rows=num_rows + schedule.max_budget),
             self._objective,
         )
@@ -139,14 +141,15 @@ class AdaptiveVerification:
                 drafts=True,
                 predicted_ms=decision.predicted_ms,
                 predicted_accepted=decision.predicted_tokens - decision.num_sampling,
+                context_len=context_len,
             )
         # A step that skips the drafter still verifies what the step before it drafted.
         budget = 0 if mode is DraftMode.PROBE else decision.budget
         drafts = mode is DraftMode.PROBE
         predicted_ms = self._cost.step_ms(
-            schedule.num_tokens + budget, num_rows, draft=drafts, context_len=schedule.context_len
+            schedule.num_tokens + budget, num_rows, draft=drafts, context_len=context_len
         )
-        return StepSize(budget, drafts=drafts, predicted_ms=predicted_ms)
+        return StepSize(budget, drafts=drafts, predicted_ms=predicted_ms, context_len=context_len)
 
     def on_admit(self, slot: int, first_serial: int) -> None:
         self._snapshots.admit(slot, first_serial)
@@ -159,7 +162,7 @@ class AdaptiveVerification:
             schedule.num_tokens + size.budget,
             len(schedule.rows),
             draft=size.drafts,
-            context_len=schedule.context_len,
+            context_len=size.context_len,
             measured_ms=measured_ms,
         )
 

@@ -19,11 +19,13 @@ _LEAST_SCORED = 2
 
 @dataclass(slots=True)
 class ScheduledRow:
-    """One sequence in one step. It commits at most 1 + `row.draft_cap` tokens, none if it doesn't sample."""
+    """One sequence in one step. Once dispatched it commits between `min_growth` and `max_growth` tokens."""
 
     sequence: Sequence
     row: RowPlan
     num_tokens: int  # besides drafts
+    min_growth: int = 0
+    max_growth: int = 0
 
 
 @dataclass(slots=True)
@@ -35,7 +37,6 @@ class Schedule:
     num_draft_tokens: int
     num_logit_rows: int  # besides drafts
     max_budget: int = 0
-    context_len: float = 0.0  # cached positions per request, on average
 
 
 class Scheduler:
@@ -141,38 +142,31 @@ class Scheduler:
         schedule.max_budget = min(
             schedule.num_draft_tokens, self._max_logit_rows - schedule.num_logit_rows
         )
-        if schedule.rows:
-            num_cached = sum(r.sequence.num_cached for r in schedule.rows)
-            schedule.context_len = num_cached / len(schedule.rows)
         return schedule
 
     def _reserve_decodes(self) -> tuple[list[tuple[Sequence, int]], bool]:
         """Decoding sequences with the drafts each can offer, and whether one was pre-empted for pages."""
         decoding: list[tuple[Sequence, int]] = []
         num_running = len(self._running)
-        index = 0
-        while index < len(self._running):
-            sequence = self._running[index]
-            index += 1
+        for sequence in self._running:  # a pre-emption only cuts off its end
             if not sequence.is_decoding or sequence.is_surely_ending:
                 continue
             cap = 0
             if sequence.proposal_serial != NO_PROPOSAL:
                 cap = min(self._draft_cap, sequence.limit - sequence.min_len - 1)
-            if self._grow(sequence, sequence.max_len + cap):
+            num_tokens = min(sequence.max_len + cap, sequence.limit - 1)
+            if self._grow(sequence, self.pages.pages_for(num_tokens) - len(sequence.pages)):
                 decoding.append((sequence, cap))
         return decoding, len(self._running) < num_running
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make the sequence hold pages for `num_tokens`, pre-empting younger ones; False if it fell itself."""
-        num_tokens = min(num_tokens, sequence.limit - 1)
-        missing = self.pages.pages_for(num_tokens) - len(sequence.pages)
-        if missing <= 0:
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        """Give the sequence `count` more pages, pre-empting younger ones for them; False if it fell itself."""
+        if count <= 0:
             return True
-        while self.pages.num_free < missing:
+        while self.pages.num_free < count:
             if self._preempt_youngest() is sequence:
                 return False
-        self._give_pages(sequence, missing)
+        self._give_pages(sequence, count)
         return True
 
     def _give_pages(self, sequence: Sequence, count: int) -> None:

@@ -26,7 +26,8 @@ class Sequence:
     """Host state of a request.
 
     Known tokens are the prompt and the output that has landed. While steps are in flight the real length lies
-    between `min_len` and `max_len`: the device knows it, the host doesn't.
+    between `min_len` and `max_len`: the device knows it, the host doesn't. A sequence that ends in one of them
+    is shorter than `min_len`, and `max_len` may exceed `limit`.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Sequence:
         self.proposal_serial = NO_PROPOSAL  # step that drafted what the next step can verify
 
         self.num_in_flight = 0
-        self._min_growth = 0  # least and most tokens the steps in flight may commit
-        self._max_growth = 0
+        self.min_len = len(self.prompt)
+        self.max_len = len(self.prompt)
 
         stop_ids = sampling.stop_token_ids
         if not sampling.ignore_eos and eos_token_id not in stop_ids:
@@ -85,16 +86,6 @@ class Sequence:
         return len(self.prompt) + len(self.output)
 
     @property
-    def min_len(self) -> int:
-        """Least total length once everything in flight has landed, if it hasn't ended by then."""
-        return self.num_known + self._min_growth
-
-    @property
-    def max_len(self) -> int:
-        """Greatest total length once everything in flight has landed."""
-        return min(self.num_known + self._max_growth, self.limit)
-
-    @property
     def next_start(self) -> int:
         """Position from which the next prompt row feeds.
 
@@ -111,11 +102,6 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_fed == len(self.feed)
-
-    @property
-    def num_cached(self) -> int:
-        """Positions that the slot's next row attends to, at least."""
-        return self.min_len - 1 if self.is_decoding else self.num_fed
 
     @property
     def is_surely_ending(self) -> bool:
@@ -168,14 +154,14 @@ class Sequence:
     def on_dispatch(self, min_growth: int, max_growth: int) -> None:
         """A step that commits between `min_growth` and `max_growth` tokens is in flight."""
         self.num_in_flight += 1
-        self._min_growth += min_growth
-        self._max_growth += max_growth
+        self.min_len += min_growth
+        self.max_len += max_growth
 
     def on_landing(
         self, min_growth: int, max_growth: int, token_ids: ReadOnlySequence[int]
     ) -> None:
         """That step has landed and committed `token_ids`."""
         self.num_in_flight -= 1
-        self._min_growth -= min_growth
-        self._max_growth -= max_growth
+        self.min_len += len(token_ids) - min_growth
+        self.max_len += len(token_ids) - max_growth
         self.output.extend(token_ids)

@@ -39,13 +39,10 @@ class StepInFlight:
     dispatched_at: float
     planning_s: float
 
-    @property
-    def serials(self) -> np.ndarray:
+    def serials(self, outputs: StepOutputs) -> np.ndarray:
         """int [R], serial of the proposal each row made, `NO_PROPOSAL` where it made none."""
-        if not self.size.drafts:
-            return np.full(len(self.slots), NO_PROPOSAL)
-        samples = np.array([r.row.samples for r in self.schedule.rows])
-        return np.where(samples, self.number, NO_PROPOSAL)
+        has_drafted = (outputs.num_tokens > 0) & (outputs.finish == RowFinish.RUNNING)
+        return np.where(has_drafted & self.size.drafts, self.number, NO_PROPOSAL)
 
 
 def mark_dispatched(schedule: Schedule, size: StepSize, number: int) -> None:
@@ -55,15 +52,10 @@ def mark_dispatched(schedule: Schedule, size: StepSize, number: int) -> None:
         if row.prompt_ids is not None:
             sequence.num_fed = row.start + scheduled.num_tokens
         if row.samples:
+            scheduled.min_growth = 1
+            scheduled.max_growth = 1 + min(row.draft_cap, size.budget)
             sequence.proposal_serial = number if size.drafts else NO_PROPOSAL
-        sequence.on_dispatch(*_growth(scheduled, size))
-
-
-def _growth(scheduled: ScheduledRow, size: StepSize) -> tuple[int, int]:
-    """Least and most tokens that a row commits, unless it has ended before."""
-    if not scheduled.row.samples:
-        return 0, 0
-    return 1, 1 + min(scheduled.row.draft_cap, size.budget)
+        sequence.on_dispatch(scheduled.min_growth, scheduled.max_growth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +92,7 @@ def land(step: StepInFlight, outputs: StepOutputs) -> Landing:
         if sequence.status is Status.FINISHED:
             continue
         is_first = bool(token_ids) and not sequence.output
-        sequence.on_landing(*_growth(scheduled, step.size), token_ids)
+        sequence.on_landing(scheduled.min_growth, scheduled.max_growth, token_ids)
         if row.draft_cap:
             admitted = verify_lens[index]
             # The last token is the target's own; where a stop id cut the row short it may have been a draft.

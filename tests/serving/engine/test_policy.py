@@ -65,7 +65,6 @@ def decode_schedule(*pending_serials: int, max_budget: int | None = None) -> Sch
         num_draft_tokens=num_drafts,
         num_logit_rows=len(rows),
         max_budget=num_drafts if max_budget is None else max_budget,
-        context_len=16.0,
     )
 
 
@@ -170,7 +169,8 @@ def test_step_times_reach_the_live_correction() -> None:
     seen: list = []
     curves = CostCurves(context_len=16, verify={32: 1.0}, draft={NUM_SLOTS: 0.0})
     policy = adaptive(Observed([curves], max_tokens=32, max_requests=NUM_SLOTS))
-    policy.on_step_time(decode_schedule(2, 2), StepSize(5, drafts=True), 7.5)
+    size = StepSize(5, drafts=True, context_len=16.0)
+    policy.on_step_time(decode_schedule(2, 2), size, 7.5)
     assert seen == [((7, 2), dict(draft=True, context_len=16.0, measured_ms=7.5))]
 
 

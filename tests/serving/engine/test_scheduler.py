@@ -42,9 +42,7 @@ def dispatch(scheduler: Scheduler, number: int = 0, *, drafts: bool = True) -> S
 def land(schedule: Schedule, *tokens: list[int]) -> None:
     """Commit `tokens` to the rows, in order."""
     for scheduled, token_ids in zip(schedule.rows, tokens, strict=True):
-        samples = scheduled.row.samples
-        most = 1 + min(scheduled.row.draft_cap, schedule.max_budget)
-        scheduled.sequence.on_landing(*((1, most) if samples else (0, 0)), token_ids)
+        scheduled.sequence.on_landing(scheduled.min_growth, scheduled.max_growth, token_ids)
 
 
 def shape(schedule: Schedule) -> list[tuple[str, int, int]]:
@@ -240,12 +238,3 @@ def test_a_request_that_never_fits_is_refused() -> None:
 def test_a_step_that_cannot_hold_its_requests_is_refused(changes: dict) -> None:
     with pytest.raises(ValueError, match=r"tokens and .* rows of logits per step"):
         make_scheduler(**changes)
-
-
-def test_context_length_counts_what_is_cached() -> None:
-    scheduler = make_scheduler()
-    scheduler.add(make_sequence("a", num_prompt=7))
-    schedule = dispatch(scheduler, 0)
-    assert schedule.context_len == 0.0
-    land(schedule, [9])
-    assert dispatch(scheduler, 1).context_len == 7.0
