@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-import httpx
-import openai
-
 from dspark_jax.config import AttentionKind, ModelConfig
-from dspark_jax.serving.api.app import create_app
 from dspark_jax.serving.api.generation import Backend
 from dspark_jax.serving.metrics import Metrics
 from dspark_jax.serving.request import (
@@ -147,19 +143,4 @@ def make_backend(engine: FakeEngine, **options) -> Backend:
         metrics=Metrics(MODEL),
         model_name=MODEL,
         **options,
-    )
-
-
-def http_client(backend: Backend, *, api_key: str | None = None) -> httpx.AsyncClient:
-    app = create_app(backend, api_key=api_key)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://server")
-
-
-def openai_client(backend: Backend, *, api_key: str | None = None) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url="http://server/v1",
-        api_key=api_key or "none",
-        http_client=http_client(backend, api_key=api_key),
-        max_retries=0,
     )

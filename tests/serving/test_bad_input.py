@@ -4,12 +4,14 @@ import json
 
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_jax.serving.api import body as body_module
+from dspark_jax.serving.api.app import create_app
 from dspark_jax.serving.intake import EngineUnavailable
-from tests.serving.fake_engine import MODEL, FakeEngine, http_client, make_backend, openai_client
+from tests.serving.clients import client_of, http_client, openai_client
+from tests.serving.fake_engine import MODEL, FakeEngine, make_backend
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -265,22 +267,25 @@ VALUES = st.recursive(
 )
 
 
+FUZZED_ENGINE = FakeEngine("x")
+FUZZED_APP = create_app(make_backend(FUZZED_ENGINE))
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @given(fields=st.dictionaries(FIELD_NAMES, VALUES, max_size=5), keeps=st.booleans())
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, deadline=None)
 async def test_no_input_is_answered_with_a_server_error(path, fields, keeps):
-    engine = FakeEngine("x")
+    FUZZED_ENGINE.requests.clear()
     body = bodies(path) | fields if keeps else fields
-    response = await post(path, body, engine=engine)
+    async with client_of(FUZZED_APP) as client:
+        response = await client.post(path, content=json.dumps(body).encode())
     if response.status_code == 200:
         assert '"error"' not in response.text
     else:
         assert response.status_code in (400, 404), response.text
         check_error(response, response.status_code)
-        assert engine.requests == []
-    assert engine.num_running == 0
+        assert FUZZED_ENGINE.requests == []
+    assert FUZZED_ENGINE.num_running == 0
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -288,5 +293,6 @@ async def test_no_input_is_answered_with_a_server_error(path, fields, keeps):
 @settings(max_examples=100, deadline=None)
 async def test_no_bytes_are_answered_with_a_server_error(path, noise, position):
     good = json.dumps(bodies(path)).encode()
-    response = await post(path, good[:position] + noise + good[position:])
+    async with client_of(FUZZED_APP) as client:
+        response = await client.post(path, content=good[:position] + noise + good[position:])
     assert response.status_code in (200, 400, 404)

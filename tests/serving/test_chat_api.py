@@ -4,14 +4,8 @@ import json
 
 import pytest
 
-from tests.serving.fake_engine import (
-    EOS,
-    MODEL,
-    FakeEngine,
-    logprob_of,
-    make_backend,
-    openai_client,
-)
+from tests.serving.clients import openai_client
+from tests.serving.fake_engine import EOS, MODEL, FakeEngine, logprob_of, make_backend
 from tests.serving.test_reply import BLOCK
 from tests.serving.tiny_tokenizer import raw_tokenizer
 

@@ -3,14 +3,8 @@
 import openai
 import pytest
 
-from tests.serving.fake_engine import (
-    EOS,
-    MODEL,
-    FakeEngine,
-    logprob_of,
-    make_backend,
-    openai_client,
-)
+from tests.serving.clients import openai_client
+from tests.serving.fake_engine import EOS, MODEL, FakeEngine, logprob_of, make_backend
 from tests.serving.tiny_tokenizer import raw_tokenizer
 
 
