@@ -17,13 +17,20 @@ class Backend(enum.Enum):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Static argument of every operation. `interpret` runs Pallas kernels on a CPU host, slowly, for tests."""
+    """Static argument of every operation.
+
+    `interpret` runs Pallas kernels on a CPU host, slowly, for tests. `capability` is the compute capability of
+    the GPU that will run them, times ten (90: H100 and H200, 100: B200, 103: B300); only tile sizes depend on it.
+    """
 
     backend: Backend = Backend.REFERENCE
     interpret: bool = False
+    capability: int = 90
 
 
 def default_dispatch() -> Dispatch:
     """Pallas on a GPU, the reference elsewhere. Looks at the devices: call it at start, not at import."""
-    on_gpu = jax.default_backend() == "gpu"
-    return Dispatch(Backend.PALLAS if on_gpu else Backend.REFERENCE)
+    if jax.default_backend() != "gpu":
+        return Dispatch()
+    capability = str(jax.devices()[0].compute_capability)  # "9.0", "10.3"
+    return Dispatch(Backend.PALLAS, capability=int(capability.replace(".", "")))

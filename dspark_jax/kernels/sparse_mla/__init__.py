@@ -24,6 +24,7 @@ def sparse_mla(
     is_token: jax.Array,
     entry_places: jax.Array | None,
     entry_counts: jax.Array | None,
+    unrotate: tuple[jax.Array, jax.Array] | None = None,
     dispatch: Dispatch,
 ) -> jax.Array:
     """softmax([q . k * D^-1/2, sink]) over three sources of rows k, applied to the same rows; sink has no value.
@@ -39,6 +40,8 @@ def sparse_mla(
         entry_counts: int32 [T].
       attn_sink: float32 [H], not scaled.
       slots, positions, starts, row_heads: int32 [T]; is_token: bool [T], False for padding.
+      unrotate: cos and sin, float32 [T, R/2]: by these angles the last R channels of the output are turned back,
+        in interleaved pairs, because the value carries the rotation of its position. None leaves them.
 
     Returns:
       [T, H, D] in the dtype of q; zeros for padding. Softmax and sums are float32. Every real token has at least
@@ -48,7 +51,7 @@ def sparse_mla(
         from dspark_jax.kernels.sparse_mla.pallas_triton import sparse_mla_pallas
 
         run = sparse_mla_pallas
-        extra = {"interpret": dispatch.interpret}
+        extra = {"dispatch": dispatch}
     else:
         run, extra = sparse_mla_reference, {}
     return run(
@@ -66,5 +69,6 @@ def sparse_mla(
         is_token=is_token,
         entry_places=entry_places,
         entry_counts=entry_counts,
+        unrotate=unrotate,
         **extra,
     )

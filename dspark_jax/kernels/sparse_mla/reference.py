@@ -22,6 +22,7 @@ def sparse_mla_reference(
     is_token,
     entry_places,
     entry_counts,
+    unrotate=None,
 ) -> jax.Array:
     """See `sparse_mla` for arguments and result."""
     tokens, _, width = q.shape
@@ -46,4 +47,10 @@ def sparse_mla_reference(
     weights = jnp.exp(logits - top[..., None])
     total = jnp.sum(weights, axis=-1) + jnp.exp(attn_sink - top)
     out = jnp.einsum("thk,tkd->thd", weights, keys) / total[..., None]
+    if unrotate is not None:
+        cos, sin = (angle[:, None] for angle in unrotate)  # [T, 1, R/2]
+        kept, tail = jnp.split(out, [width - 2 * cos.shape[-1]], axis=-1)
+        even, odd = tail[..., 0::2], tail[..., 1::2]
+        turned = jnp.stack([even * cos + odd * sin, odd * cos - even * sin], axis=-1)
+        out = jnp.concatenate([kept, turned.reshape(tail.shape)], axis=-1)
     return out.astype(q.dtype)

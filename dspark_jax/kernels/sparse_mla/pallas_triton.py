@@ -1,0 +1,298 @@
+"""Triton kernels of `sparse_mla`.
+
+One program attends with a block of heads of one token. Heads run on the fastest grid axis, so that the programs of
+a token read its rows at about the same time. Few tokens leave multiprocessors idle: then the rows of a token are
+split over programs, and a second kernel merges the parts by their log-sum-exp.
+
+Each of the three sources is a list of places per token and a count; the lists are cut into tiles, and a program
+takes a run of them. The places of the window could be computed here, but a place that is loaded keeps the compiler
+from buffering more row tiles than fit shared memory. Scores are kept in base two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.triton import (
+    LOG2_E,
+    MASKED,
+    dot,
+    gather,
+    loop,
+    row_block,
+    scatter,
+    triton_call,
+)
+
+MULTIPROCESSORS = {90: 132, 100: 148, 103: 148}
+MERGE_HEADS = 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of one launch: `heads` by `keys` (`step_keys` for this step's rows), rows in pieces of `part` channels."""
+
+    heads: int
+    keys: int
+    step_keys: int
+    part: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def default_tile(
+    *, tokens: int, heads: int, width: int, rows: int, itemsize: int, capability: int
+) -> Tile:
+    """Tile for `tokens` tokens with at most `rows` rows each of `width` channels.
+
+    Measured on H200 with 64 heads of 512 channels and 640 rows. A tile of 64 heads and 8 warps fills a
+    multiprocessor; with 32 heads two programs share one, which wins once there are enough of them. SM100 and
+    SM103 start from the same sizes; the order of the alternatives was not measured there.
+    """
+    sms = MULTIPROCESSORS.get(capability, 132)
+    wide = itemsize > 2  # float32 rows: a quarter of the tile, to fit shared memory
+    keys = 16 if wide else 64
+    # A decoding request has at most a few rows in its own step, a prompt chunk a whole window of them.
+    step_keys = min(keys, 16 if tokens < 256 else 32 if tokens < 1024 else 64)
+    if tokens >= 256 and not wide:
+        block, warps, stages = row_block(heads, 32), 4, 3
+    else:
+        block, warps, stages = row_block(heads, 16 if wide else 64), 8, 3
+    programs = tokens * pl.cdiv(heads, block)
+    tiles = pl.cdiv(rows, keys)
+    per_split = pl.cdiv(tiles, max(1, sms // programs))
+    return Tile(
+        heads=block,
+        keys=keys,
+        step_keys=step_keys,
+        part=width // 2 if tokens >= 2048 and width >= 256 else width,
+        splits=min(32, pl.cdiv(tiles, per_split)),
+        warps=warps if width >= 256 else 4,
+        stages=stages,
+    )
+
+
+def sparse_mla_pallas(
+    q,
+    window,
+    step_rows,
+    entries,
+    *,
+    layer,
+    entry_layer,
+    attn_sink,
+    slots,
+    positions,
+    starts,
+    row_heads,
+    is_token,
+    entry_places,
+    entry_counts,
+    unrotate=None,
+    dispatch: Dispatch,
+    tile: Tile | None = None,
+) -> jax.Array:
+    """See `sparse_mla` for arguments and result; `tile` overrides the default sizes."""
+    tokens, heads, width = q.shape
+    length = window.shape[2]
+    if width & (width - 1) or width < 16:
+        raise ValueError(f"sparse_mla: row width {width} is not a power of two of at least 16")
+    listed = 0 if entries is None else entry_places.shape[1]
+    tile = tile or default_tile(
+        tokens=tokens,
+        heads=heads,
+        width=width,
+        rows=length + listed,
+        itemsize=window.dtype.itemsize,
+        capability=dispatch.capability,
+    )
+    parts = tuple((start, tile.part) for start in range(0, width, tile.part))
+    # Ring places, then step places, of the window of each token: [T, W] lists and counts.
+    first_seen = jnp.maximum(positions - length + 1, 0)
+    first_step = jnp.maximum(first_seen, starts)
+    ahead = jnp.arange(length)
+    refs = {
+        "layers": jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(entry_layer, jnp.int32)]),
+        "slots": slots,
+        "q": q,
+        "sink": attn_sink,
+        "ring": window,
+        "ring_places": (first_seen[:, None] + ahead) % length,
+        "ring_counts": jnp.where(is_token, first_step - first_seen, 0),
+        "step": step_rows,
+        "step_places": (row_heads + first_step - starts)[:, None] + ahead,
+        "step_counts": jnp.where(is_token, positions + 1 - first_step, 0),
+    }
+    if listed:
+        refs["listed"] = entries.reshape(entries.shape[0], -1, width)
+        refs["listed_places"] = entry_places
+        refs["listed_counts"] = jnp.where(is_token, entry_counts, 0)
+    angles = {} if unrotate is None else dict(zip(("cos", "sin"), unrotate))
+    whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    half = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
+    split_out = (
+        jax.ShapeDtypeStruct((tile.splits, *q.shape), half),
+        jax.ShapeDtypeStruct((tile.splits, tokens, heads), jnp.float32),
+    )
+
+    out = _call(
+        partial(_attend, tile=tile, parts=parts),
+        refs if tile.splits > 1 else refs | angles,
+        grid=(pl.cdiv(heads, tile.heads), tokens, tile.splits),
+        out_shape=(whole,) if tile.splits == 1 else split_out,
+        name="sparse_mla",
+        dispatch=dispatch,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if tile.splits > 1:
+        out = _call(
+            partial(_merge, splits=tile.splits),
+            dict(zip(("partial", "lse"), out)) | angles,
+            grid=(pl.cdiv(heads, MERGE_HEADS), tokens),
+            out_shape=(whole,),
+            name="sparse_mla_merge",
+            dispatch=dispatch,
+            num_warps=4,
+        )
+    return out[0]
+
+
+def _call(body, refs: dict[str, jax.Array], **options: Any) -> Any:
+    """`triton_call` of `body(refs, outs)` with inputs by name."""
+    names = tuple(refs)
+
+    def kernel(*args):
+        body(dict(zip(names, args)), args[len(names) :])
+
+    return triton_call(kernel, *refs.values(), **options)
+
+
+def _attend(refs: dict[str, Any], outs: tuple[Any, ...], *, tile: Tile, parts) -> None:
+    """Body: one block of heads, one token, one run of tiles.
+
+    Refs: q [T, H, D]; sink [H]; layers [2]; slots [T]; ring [L, slots, W, D], step [T, D], listed [L_e, P*S, D],
+    each with places [T, K] and counts [T]; cos and sin [T, R/2]. `outs` is out [T, H, D], or partial
+    [splits, T, H, D] and lse [splits, T, H].
+    """
+    token, split = pl.program_id(1), pl.program_id(2)
+    heads, width = refs["q"].shape[1:]
+    head = pl.program_id(0) * tile.heads + jnp.arange(tile.heads)
+    is_head = head < heads
+    channels = [first + jnp.arange(size) for first, size in parts]
+    dtype = refs["ring"].dtype
+    q = [
+        gather(refs["q"], token, head[:, None], c[None], mask=is_head[:, None]).astype(dtype)
+        for c in channels
+    ]
+    sources = [("ring", (refs["layers"][0], refs["slots"][token]), tile.keys)]
+    sources.append(("step", (), tile.step_keys))
+    if "listed" in refs:
+        sources.append(("listed", (refs["layers"][1],), tile.keys))
+    counts = [refs[f"{name}_counts"][token] for name, _, _ in sources]
+    tiles = [pl.cdiv(count, keys) for count, (_, _, keys) in zip(counts, sources)]
+    begin = sum(tiles) * split // tile.splits
+    end = sum(tiles) * (split + 1) // tile.splits
+
+    def absorb(name, lead, keys, count, i, carry):
+        top, total, sums = carry
+        key = i * keys + jnp.arange(keys)
+        valid = key < count
+        place = gather(refs[f"{name}_places"], token, key, mask=valid)
+        rows = [
+            gather(refs[name], *lead, place[:, None], c[None], mask=valid[:, None]).astype(dtype)
+            for c in channels
+        ]
+        logits = sum(dot(a, b, transpose_b=True) for a, b in zip(q, rows))
+        logits = jnp.where(valid[None], logits * (LOG2_E * width**-0.5), MASKED)
+        higher = jnp.maximum(top, jnp.max(logits, axis=1))
+        weights = jnp.exp2(logits - higher[:, None])
+        fade = jnp.exp2(top - higher)
+        total = total * fade + jnp.sum(weights, axis=1)
+        weights = weights.astype(dtype)
+        sums = tuple(s * fade[:, None] + dot(weights, r) for s, r in zip(sums, rows))
+        return higher, total, sums
+
+    # The sink is a score without a value: the first split starts from it, so no sum is ever empty there.
+    sink = gather(refs["sink"], head, mask=is_head) * LOG2_E
+    own_sink = split == 0
+    carry = (
+        jnp.where(own_sink, sink, MASKED),
+        jnp.where(own_sink, jnp.ones(tile.heads, jnp.float32), 0.0),
+        tuple(jnp.zeros((tile.heads, size), jnp.float32) for _, size in parts),
+    )
+    before = 0
+    for (name, lead, keys), count, number in zip(sources, counts, tiles):
+        carry = loop(
+            jnp.clip(begin - before, 0, number),
+            jnp.clip(end - before, 0, number),
+            partial(absorb, name, lead, keys, count),
+            carry,
+        )
+        before = before + number
+    top, total, sums = carry
+
+    scale = 1.0 / jnp.where(total > 0, total, 1.0)
+    out, *lse = outs
+    lead = (split,) if lse else ()
+    for c, (first, _), s in zip(channels, parts, sums):
+        value = _rotate_back(s * scale[:, None], refs, token, first=first, width=width)
+        scatter(out, *lead, token, head[:, None], c[None], value=value, mask=is_head[:, None])
+    if lse:
+        level = jnp.where(total > 0, top + jnp.log2(jnp.where(total > 0, total, 1.0)), MASKED)
+        scatter(lse[0], split, token, head, value=level, mask=is_head)
+
+
+def _merge(refs: dict[str, Any], outs: tuple[Any, ...], *, splits: int) -> None:
+    """Body: MERGE_HEADS heads of one token. partial [splits, T, H, D], lse [splits, T, H], out [T, H, D]."""
+    (out,) = outs
+    token = pl.program_id(1)
+    heads, width = out.shape[1:]
+    head = pl.program_id(0) * MERGE_HEADS + jnp.arange(MERGE_HEADS)
+    is_head = head < heads
+    channel = jnp.arange(width)
+    levels = [gather(refs["lse"], s, token, head, mask=is_head) for s in range(splits)]
+    top = levels[0]
+    for level in levels[1:]:
+        top = jnp.maximum(top, level)
+    total = jnp.zeros(MERGE_HEADS, jnp.float32)
+    value = jnp.zeros((MERGE_HEADS, width), jnp.float32)
+    for s, level in enumerate(levels):
+        weight = jnp.exp2(level - top)
+        part = gather(refs["partial"], s, token, head[:, None], channel[None], mask=is_head[:, None])
+        total += weight
+        value += weight[:, None] * part.astype(jnp.float32)
+    value = _rotate_back(value / total[:, None], refs, token, first=0, width=width)
+    scatter(out, token, head[:, None], channel[None], value=value, mask=is_head[:, None])
+
+
+def _rotate_back(
+    value: jax.Array, refs: dict[str, Any], token: jax.Array, *, first: int, width: int
+) -> jax.Array:
+    """Turn the rotary channels in value [heads, size] back; its channels start at `first` of `width`.
+
+    cos and sin are [T, R/2]; without them nothing is turned. Channels before the last R have angle zero.
+    """
+    if "cos" not in refs:
+        return value
+    size = value.shape[1]
+    rotary = 2 * refs["cos"].shape[1]
+    if first + size <= width - rotary:
+        return value
+    pair = (first - (width - rotary)) // 2 + jnp.arange(size // 2)
+    inside = pair >= 0
+    cos = jnp.where(inside, gather(refs["cos"], token, pair, mask=inside), 1.0)
+    sin = gather(refs["sin"], token, pair, mask=inside)
+    even, odd = lax.split(value.reshape(-1, size // 2, 2), (1, 1), axis=2)
+    even, odd = even.reshape(-1, size // 2), odd.reshape(-1, size // 2)
+    turned = (even * cos + odd * sin)[..., None], (odd * cos - even * sin)[..., None]
+    return lax.concatenate(turned, dimension=2).reshape(-1, size)

@@ -1,0 +1,99 @@
+"""What every Triton kernel here shares: the call, and the limits of the lowering as checks.
+
+Kernels receive whole arrays and index them themselves, because block specifications cannot depend on data such as
+a layer index. Array sizes inside a kernel are powers of two; accumulation is float32.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from dspark_jax.kernels.dispatch import Dispatch
+
+# Every supported release still has this lowering; the notice would reach each user of the server.
+warnings.filterwarnings(
+    "ignore", message="The (Pallas )?Triton (lowering|backend)", category=DeprecationWarning
+)
+
+MASKED = -1e30
+"""Score of what must not be chosen. Finite, so that differences of two such scores are not NaN."""
+
+LOG2_E = 1.4426950408889634
+
+
+def triton_call(
+    body: Callable[..., None],
+    *args: jax.Array,
+    grid: Sequence[int],
+    out_shape: Any,
+    name: str,
+    dispatch: Dispatch,
+    num_warps: int,
+    num_stages: int = 1,
+) -> Any:
+    """Run `body(*arg_refs, *out_refs)` once per point of `grid`; the first grid axis runs fastest.
+
+    Raises:
+      ValueError: an argument has more elements than the lowering's 32-bit offsets can address.
+    """
+    for array in (*args, *jax.tree.leaves(out_shape)):
+        # The lowering takes 64-bit offsets from 2**32 bytes on, but offsets count elements.
+        if 2**31 < array.size <= 2**32 // array.dtype.itemsize:
+            raise ValueError(
+                f"{name}: an array of {array.size} one-byte elements overflows 32-bit offsets; "
+                "split it or pad it beyond 4 GiB"
+            )
+    if 0 in grid:
+        raise ValueError(f"{name}: empty grid {tuple(grid)}")
+    return pl.pallas_call(
+        body,
+        grid=tuple(grid),
+        out_shape=out_shape,
+        interpret=dispatch.interpret,
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        name=name,
+    )(*args)
+
+
+def gather(ref: Any, *index: jax.Array, mask: jax.Array) -> jax.Array:
+    """Elements of `ref` at broadcast index arrays, 0 where `mask` is false; those are not read.
+
+    All arrays broadcast to one shape, as interpreted masked loads require.
+    """
+    shape = jnp.broadcast_shapes(mask.shape, *(jnp.shape(i) for i in index))
+    where = tuple(jnp.broadcast_to(i, shape) for i in index)
+    return plt.load(ref.at[where], mask=jnp.broadcast_to(mask, shape), other=0)
+
+
+def scatter(ref: Any, *index: jax.Array, value: jax.Array, mask: jax.Array) -> None:
+    """Store `value`, cast to the dtype of `ref`, at broadcast index arrays where `mask` is true."""
+    shape = jnp.broadcast_shapes(mask.shape, value.shape, *(jnp.shape(i) for i in index))
+    where = tuple(jnp.broadcast_to(i, shape) for i in index)
+    value = jnp.broadcast_to(value.astype(ref.dtype), shape)
+    plt.store(ref.at[where], value, mask=jnp.broadcast_to(mask, shape))
+
+
+def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
+    """a [m, k] times b [k, n], or times b [n, k] transposed, in float32."""
+    contract = (((1,), (1 if transpose_b else 0,)), ((), ()))
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b, contract, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def row_block(size: int, most: int) -> int:
+    """Rows of a matrix-product tile for `size` rows: a power of two, 16 (the least there is) to `most`."""
+    return max(16, min(most, pl.next_power_of_2(size)))
+
+
+def loop(begin: jax.Array | int, end: jax.Array | int, body: Callable, start: Any) -> Any:
+    """`fori_loop` with int32 bounds read from memory: early exit instead of masked work."""
+    return jax.lax.fori_loop(jnp.int32(begin), jnp.int32(end), body, start)
