@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +60,11 @@ class ChatCompletion:
                 parts[piece.index].append(piece)
         return self.frame.whole([_whole_choice(pieces) for pieces in parts])
 
-    def stream(self) -> AsyncIterator[dict[str, Any]]:
+    def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed response."""
         return self.frame.stream(self._chunks(), self.body.stream_options)
 
-    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         num_calls = [0] * len(self.requests)
         silent = set(range(len(self.requests)))
         async with aclosing(self._pieces()) as pieces:
@@ -77,7 +77,7 @@ class ChatCompletion:
                 if delta or piece.logprobs or piece.finish_reason:
                     yield _chunk(piece.index, delta, piece)
 
-    async def _pieces(self) -> AsyncIterator[_Piece]:
+    async def _pieces(self) -> AsyncGenerator[_Piece, None]:
         parses_tools = bool(self.body.tools) and self.body.tool_choice != "none"
         parsers = [
             ReplyParser(is_thinking=self.is_thinking, parses_tools=parses_tools)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,11 +64,11 @@ class Completion:
                 parts[piece["index"]].append(piece)
         return self.frame.whole([_join(pieces) for pieces in parts])
 
-    def stream(self) -> AsyncIterator[dict[str, Any]]:
+    def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed response."""
         return self.frame.stream(self._pieces(), self.body.stream_options)
 
-    async def _pieces(self) -> AsyncIterator[dict[str, Any]]:
+    async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
         lengths = [len(choice.echo.text) if choice.echo else 0 for choice in self.choices]
         pending_echo = {choice.index: choice.echo for choice in self.choices if choice.echo}
         streams = [self._run(choice) for choice in self.choices]
@@ -100,7 +100,7 @@ class Completion:
             "stop_reason": delta.stop_reason,
         }
 
-    def _run(self, choice: _Choice) -> AsyncIterator[ChoiceDelta]:
+    def _run(self, choice: _Choice) -> AsyncGenerator[ChoiceDelta, None]:
         if self.body.max_tokens == 0:
             return _only_prompt(self.backend, choice)
         return generate_choice(self.backend, choice.index, choice.request, self.options)
@@ -156,7 +156,7 @@ def _echo(
     return _Echo(text, tuple(token_ids), piece.offsets)
 
 
-async def _only_prompt(backend: Backend, choice: _Choice) -> AsyncIterator[ChoiceDelta]:
+async def _only_prompt(backend: Backend, choice: _Choice) -> AsyncGenerator[ChoiceDelta, None]:
     """The prompt alone; its log-probabilities cost a run whose one token is thrown away."""
     prompt_logprobs = None
     if choice.request.sampling.prompt_logprobs is not None:

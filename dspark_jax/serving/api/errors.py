@@ -59,7 +59,10 @@ def error_of_validation(error: ValidationError) -> ApiError:
     kind, message = first["type"], first["msg"]
     param = param or first.get("ctx", {}).get("param")
     if kind == "json_invalid":
-        return ApiError(f"The body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+        return ApiError(
+            f"The body is not valid JSON: {first.get('ctx', {}).get('error', message)}",
+            code="invalid_json",
+        )
     if kind == "extra_forbidden":
         return ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     if kind == "missing":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import cast
 
 from dspark_jax.serving.api.errors import ApiError, unavailable
 from dspark_jax.serving.detokenizer import Detokenizer, TextPiece
@@ -108,7 +109,7 @@ class _Timer:
 
 async def generate_choice(
     backend: Backend, index: int, request: Request, options: TextOptions
-) -> AsyncIterator[ChoiceDelta]:
+) -> AsyncGenerator[ChoiceDelta, None]:
     """Stream one sequence. Closing the iterator aborts it; so does a stop string.
 
     Raises `ApiError` when the engine fails it.
@@ -143,10 +144,14 @@ async def generate_choice(
         timer.on_finish(FinishReason.ABORT)
 
 
-async def _engine_chunks(engine: EngineClient, request: Request) -> AsyncIterator[TokenChunk]:
+async def _engine_chunks(
+    engine: EngineClient, request: Request
+) -> AsyncGenerator[TokenChunk, None]:
     """The engine's chunks, its refusals and failures as `ApiError`."""
     try:
-        async with aclosing(engine.generate(request)) as chunks:
+        # The protocol promises that closing aborts, which the type of an iterator does not say.
+        stream = cast("AsyncGenerator[TokenChunk, None]", engine.generate(request))
+        async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 if chunk.finish_reason is FinishReason.ERROR:
                     reason = chunk.error or "the engine failed this request"
@@ -186,14 +191,16 @@ def _delta(
     )
 
 
-async def merge(streams: Sequence[AsyncIterator[ChoiceDelta]]) -> AsyncIterator[ChoiceDelta]:
+async def merge(
+    streams: Sequence[AsyncGenerator[ChoiceDelta, None]],
+) -> AsyncGenerator[ChoiceDelta, None]:
     """Deltas of several sequences as they come.
 
     The first error ends all; so does closing the iterator.
     """
     arrivals: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue()
 
-    async def pump(stream: AsyncIterator[ChoiceDelta]) -> None:
+    async def pump(stream: AsyncGenerator[ChoiceDelta, None]) -> None:
         try:
             async with aclosing(stream):
                 async for delta in stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +54,8 @@ class ReplyFrame:
         return {**self._head, "choices": choices, "usage": self.usage(), **self._metrics()}
 
     async def stream(
-        self, chunks: AsyncIterator[dict[str, Any]], options: StreamOptions | None
-    ) -> AsyncIterator[dict[str, Any]]:
+        self, chunks: AsyncGenerator[dict[str, Any], None], options: StreamOptions | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Wrap streamed choices; the usage comes last, or with each chunk, if it was asked for."""
         options = options or StreamOptions()
         has_usage = bool(options.include_usage)
