@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
@@ -111,8 +111,15 @@ def _tensors(
             bar.update()
 
 
-def _cut(leaf: Any, entry: Entry) -> Any:
-    """The part of `leaf` that `entry` describes, still quantised if the leaf is."""
+class _Part(NamedTuple):
+    """What a leaf holds for one tensor: numbers, or codes of `storage` fp8 or fp4 and their exponents."""
+
+    values: np.ndarray
+    exponents: np.ndarray | None = None
+    storage: str = "plain"
+
+
+def _cut(leaf: Any, entry: Entry) -> _Part:
     index, rows = entry.index, entry.rows
     if isinstance(leaf, Fp8Weight):
         scale_rows = rows
@@ -120,35 +127,37 @@ def _cut(leaf: Any, entry: Entry) -> Any:
             if rows.start % FP8_BLOCK or rows.stop % FP8_BLOCK:
                 raise CheckpointError(f"rows {rows.start}:{rows.stop} cut an fp8 block")
             scale_rows = slice(rows.start // FP8_BLOCK, rows.stop // FP8_BLOCK)
-        return Fp8Weight(leaf.weight[index][rows], leaf.scale[index][scale_rows])
+        weight, scale = np.asarray(leaf.weight), np.asarray(leaf.scale)
+        return _Part(weight[index][rows], scale[index][scale_rows], "fp8")
     if isinstance(leaf, Fp4Weight):
-        return Fp4Weight(leaf.packed[index][rows], leaf.scale[index][rows])
-    return leaf[index][rows]
+        packed, scale = np.asarray(leaf.packed), np.asarray(leaf.scale)
+        return _Part(packed[index][rows], scale[index][rows], "fp4")
+    return _Part(leaf[index][rows])
 
 
-def _encode(entry: Entry, part: Any, storage: str) -> Iterator[tuple[str, np.ndarray]]:
-    if isinstance(part, Fp8Weight) and storage == "fp8":
-        codes, exponents = part.weight, part.scale
-    elif isinstance(part, Fp4Weight) and storage == "fp4":
-        codes, exponents = part.packed, part.scale
-    elif isinstance(part, Fp8Weight | Fp4Weight):
-        raise CheckpointError(f"a {type(part).__name__} cannot be written as {storage}")
+def _encode(entry: Entry, part: _Part, storage: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a released file, as `storage`."""
+    dtypes = {"bf16": ml_dtypes.bfloat16, "f32": np.float32, "i64": np.int64}
+    if part.exponents is not None and part.storage == storage:
+        codes, exponents = part.values, part.exponents
+    elif part.exponents is not None:
+        raise CheckpointError(f"a matrix kept in {part.storage} cannot be written as {storage}")
     elif storage == "fp8":
-        codes, exponents = encode_fp8(part)
+        codes, exponents = encode_fp8(part.values)
     elif storage == "fp4":
-        codes, exponents = encode_fp4(part)
+        codes, exponents = encode_fp4(part.values)
     else:
-        dtype = {"bf16": ml_dtypes.bfloat16, "f32": np.float32, "i64": np.int64}[storage]
-        yield entry.name, part.astype(dtype)
+        yield entry.name, part.values.astype(dtypes[storage])
         return
     # Released files declare packed fp4 as signed bytes.
     yield entry.name, codes.view(np.int8) if storage == "fp4" else codes
     yield entry.scale_name, exponents.view(ml_dtypes.float8_e8m0fnu)
 
 
-def _expand(entry: Entry, part: Any) -> Iterator[tuple[str, np.ndarray]]:
-    if isinstance(part, Fp8Weight):
-        part = decode_fp8(part.weight, part.scale)
-    elif isinstance(part, Fp4Weight):
-        part = decode_fp4(part.packed, part.scale)
-    yield entry.name, part.astype(np.int64 if entry.storage == "i64" else np.float32)
+def _expand(entry: Entry, part: _Part) -> Iterator[tuple[str, np.ndarray]]:
+    """The one tensor of a file without quantisation."""
+    values = part.values
+    if part.exponents is not None:
+        decode = decode_fp8 if part.storage == "fp8" else decode_fp4
+        values = decode(values, part.exponents)
+    yield entry.name, values.astype(np.int64 if entry.storage == "i64" else np.float32)

@@ -18,7 +18,11 @@ _FP8_LARGEST = 448.0
 _FP4_LARGEST = 6.0
 _FP4_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _FP4_VALUES = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
-_FP4_PAIRS = np.stack([np.tile(_FP4_VALUES, 16), np.repeat(_FP4_VALUES, 16)], axis=-1)
+# Tables indexed by a stored byte. A byte of fp4 holds two values, looked up together as one 64-bit word.
+_FP4_PAIRS = np.stack([np.tile(_FP4_VALUES, 16), np.repeat(_FP4_VALUES, 16)], -1).view(np.uint64)[
+    :, 0
+]
+_FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _SCALES = np.append(np.ldexp(np.float32(1), np.arange(255) - _BIAS), np.float32(np.nan))
 
 
@@ -57,7 +61,7 @@ def encode_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def decode_fp8(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """The float32 matrix [N, K] of e4m3 `codes` [N, K] and ue8m0 bytes [ceil(N/128), ceil(K/128)]."""
     columns = codes.shape[1]
-    values = codes.astype(np.float32)
+    values = _FP8_VALUES.take(codes.view(np.uint8))
     scales = np.repeat(_SCALES[exponents], FP8_BLOCK, axis=1)[:, :columns]
     for block, scale in enumerate(scales):
         values[block * FP8_BLOCK : (block + 1) * FP8_BLOCK] *= scale
@@ -81,7 +85,7 @@ def encode_fp4(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def decode_fp4(packed: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """The float32 matrix [N, K] of packed e2m1 codes [N, K/2] uint8 and ue8m0 bytes [N, K/32]."""
     rows, half = packed.shape
-    runs = _FP4_PAIRS[packed].reshape(rows, -1, FP4_RUN)
+    runs = _FP4_PAIRS.take(packed).view(np.float32).reshape(rows, -1, FP4_RUN)
     runs *= _SCALES[exponents][..., None]
     return runs.reshape(rows, 2 * half)
 

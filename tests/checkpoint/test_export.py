@@ -181,7 +181,7 @@ def test_kept_experts_must_have_the_declared_format(tmp_path: Path) -> None:
     export_checkpoint(tmp_path / "a", tiny_config(), *random_trees(tiny_config()))
     _, *kept = load_checkpoint(tmp_path / "a", keep_quantized=True)
     with pytest.raises(
-        CheckpointError, match=r"experts\.0\.w1.*Fp4Weight cannot be written as fp8"
+        CheckpointError, match=r"experts\.0\.w1.*: a matrix kept in fp4 cannot be written as fp8"
     ):
         export_checkpoint(tmp_path / "b", tiny_config(expert_dtype="fp8"), *kept)
 
