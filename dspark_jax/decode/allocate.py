@@ -26,7 +26,7 @@ def allocate(confidences: jax.Array, caps: jax.Array, budget: jax.Array) -> jax.
     """
     rows, drafts = confidences.shape
     conditional = jnp.clip(jnp.nan_to_num(confidences, nan=0.0, posinf=1.0, neginf=0.0), 0.0, 1.0)
-    survival = jnp.cumprod(conditional.astype(jnp.float32), axis=1)
+    survival = _running_product(conditional.astype(jnp.float32))
     open_ = jnp.arange(drafts) < caps[:, None]
     # Flattened position-major and sorted stably, equal survivals fall in the order position, then row.
     keys = jnp.where(open_, -survival, jnp.inf).T.reshape(-1)
@@ -39,3 +39,15 @@ def allocate(confidences: jax.Array, caps: jax.Array, budget: jax.Array) -> jax.
     rank = rank.reshape(drafts, rows).T
     admitted = (rank < budget) & open_
     return jnp.sum(admitted, axis=1, dtype=jnp.int32)
+
+
+def _running_product(factors: jax.Array) -> jax.Array:
+    """Products [R, G] of the first 1..G factors, multiplied in that order.
+
+    The order of a parallel product is up to the compiler, and rounded in another order a longer product may exceed
+    a shorter one.
+    """
+    products = [factors[:, 0]]
+    for k in range(1, factors.shape[1]):
+        products.append(products[-1] * factors[:, k])
+    return jnp.stack(products, axis=1)
