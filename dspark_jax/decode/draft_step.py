@@ -49,13 +49,16 @@ def draft_step(
     slots = state.positions.shape[0]
     slot = jnp.maximum(rows.slot, 0)
     active = rows.is_used & rows.samples & ~state.ended[slot]
-    stream = Stream.TARGET if options.method is Method.COUPLED else Stream.DRAFT
+    anchor_positions = state.positions[slot]
+    noise = (Stream.DRAFT, anchor_positions)
+    if options.method is Method.COUPLED:
+        noise = (Stream.TARGET, None)
 
     def choose(raw: jax.Array, positions: jax.Array, drafted: jax.Array):
         shaped = shaped_logits(raw, rows.sampling, positions, slot, state.counts, drafted)
         if options.greedy_drafts:
             shaped = only_the_best(shaped)
-        token = draw(shaped, rows.sampling, positions, stream)
+        token = draw(shaped, rows.sampling, positions, *noise)
         own = jnp.take_along_axis(shaped, token[:, None], axis=1)[:, 0]
         return token, own - jax.nn.logsumexp(shaped, axis=-1)
 
@@ -65,7 +68,7 @@ def draft_step(
         cfg,
         state.draft_window,
         anchors=state.anchors[slot],
-        positions=state.positions[slot],
+        positions=anchor_positions,
         slots=slot,
         is_row=active,
         choose=choose,

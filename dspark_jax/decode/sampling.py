@@ -16,6 +16,9 @@ class Stream(enum.IntEnum):
 
     `TARGET` draws the token that the target itself emits (ordinary decoding, bonus and residual tokens, and both
     sides of coupled verification); `DRAFT` the drafter's proposals; `ACCEPT` the acceptance coins.
+
+    A position behind a rejection is drafted again, and its first draft may have shaped the confidences that size
+    later budgets: draws from `DRAFT` are keyed by the round's anchor too, so that the second draft is independent.
     """
 
     TARGET = 0
@@ -119,24 +122,38 @@ def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     return jnp.where((logits >= last) | (rows.top_p >= 1)[:, None], logits, NEVER)
 
 
-def row_keys(seed: jax.Array, positions: jax.Array, stream: Stream) -> jax.Array:
-    """One key per row from its seed [C, 2], the absolute position [C] of the token drawn, and the stream."""
+def row_keys(
+    seed: jax.Array, positions: jax.Array, stream: Stream, anchors: jax.Array | None = None
+) -> jax.Array:
+    """One key per row from its seed [C, 2], the absolute position [C] of the token drawn, and the stream.
 
-    def one(words: jax.Array, position: jax.Array) -> jax.Array:
+    `anchors` [C] are the positions of the rounds' anchors, for draws that a later round repeats.
+    """
+
+    def one(words: jax.Array, *data: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return jax.random.fold_in(jax.random.fold_in(key, position), int(stream))
+        for part in (*data, int(stream)):
+            key = jax.random.fold_in(key, part)
+        return key
 
-    return jax.vmap(one)(seed, positions)
+    anchors = jnp.zeros_like(positions) if anchors is None else anchors
+    return jax.vmap(one)(seed, positions, anchors)
 
 
-def draw(shaped: jax.Array, rows: SamplingRows, positions: jax.Array, stream: Stream) -> jax.Array:
+def draw(
+    shaped: jax.Array,
+    rows: SamplingRows,
+    positions: jax.Array,
+    stream: Stream,
+    anchors: jax.Array | None = None,
+) -> jax.Array:
     """One token per row, int32 [C]: arg-max of shaped logits [C, V], plus Gumbel noise where temperature > 0.
 
-    Ties go to the lowest id. The noise of a row depends on its seed, position and stream alone.
+    Ties go to the lowest id. The noise of a row depends on its seed, position, stream and, if given, anchor alone.
     """
 
     def noisy(shaped: jax.Array) -> jax.Array:
-        keys = row_keys(rows.seed, positions, stream)
+        keys = row_keys(rows.seed, positions, stream, anchors)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, shaped.shape[1:]))(keys)
         return shaped + jnp.where(rows.is_greedy[:, None], 0.0, noise)
 
