@@ -131,11 +131,10 @@ def write_entries(
     entry = rms_norm(pooled, weights.g_norm, cfg.rms_norm_eps)
     entry = rotate(entry, number * ratio, rotary_frequencies(cfg, compressed=True))
     per_page = pool.shape[2]
-    place = entry_places(number[:, None], frame.page_table, batch.token_slots[token], per_page)[
-        :, 0
-    ]
-    page = jnp.where(closing < tokens, place // per_page, pool.shape[1])
-    return pool.at[layer, page, place % per_page].set(entry.astype(pool.dtype), mode="drop")
+    held = frame.page_table.at[batch.token_slots[token], number // per_page]
+    own_page = held.get(mode="fill", fill_value=-1)
+    page = jnp.where((closing < tokens) & (own_page >= 0), own_page, pool.shape[1])
+    return pool.at[layer, page, number % per_page].set(entry.astype(pool.dtype), mode="drop")
 
 
 def choose_entries(
