@@ -6,6 +6,8 @@ import bisect
 from collections.abc import Sequence
 from typing import Literal
 
+from dspark_jax.serving.config import FlagError
+
 Ladder = Literal["default", "vllm"]
 
 # Steps of an eighth to a quarter of the size: a compilation costs minutes at full size, padding a few per cent.
@@ -46,22 +48,22 @@ def token_buckets(
     Up to `max_capture_tokens`, by default `(draft_len + 1) * max_num_seqs`, which is every step of decoding
     requests, the ladder is fine; above it only doublings are compiled. `draft_len` is 0 without a drafter.
 
-    Raises ValueError when one request with its whole draft, or one token of every request, fits no bucket.
+    Raises `FlagError` when one request with its whole draft, or one token of every request, fits no bucket.
     """
     if max_num_batched_tokens <= draft_len:
-        raise ValueError(
+        raise FlagError(
             f"one request verifies up to {draft_len + 1} tokens and no step holds them: "
             f"raise --max-num-batched-tokens {max_num_batched_tokens} to at least {draft_len + 1}"
         )
     if max_num_batched_tokens < max_num_seqs:
-        raise ValueError(
+        raise FlagError(
             f"--max-num-batched-tokens {max_num_batched_tokens} is less than one token for each of "
             f"--max-num-seqs {max_num_seqs}: raise the one or lower the other"
         )
     if max_capture_tokens is None:
         max_capture_tokens = (draft_len + 1) * max_num_seqs
     if max_capture_tokens <= draft_len:
-        raise ValueError(
+        raise FlagError(
             f"--max-capture-tokens {max_capture_tokens} does not hold one request's draft: "
             f"raise it to at least {draft_len + 1}"
         )

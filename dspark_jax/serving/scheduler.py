@@ -114,7 +114,8 @@ class Scheduler:
         least = min(len(sequence.prompt), _LEAST_SCORED)
         if sequence.wants_prompt_logprobs and min(self._max_tokens, self._max_logit_rows) < least:
             raise ValueError(
-                "steps are too small for prompt_logprobs; raise --max-num-batched-tokens"
+                f"prompt_logprobs needs steps with {least} tokens and rows of logits, these have "
+                f"{self._max_tokens} and {self._max_logit_rows}; raise --max-num-seqs"
             )
 
     def add(self, sequence: Sequence) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as ReadOnlySequence
+from typing import Any
 
 import numpy as np
 
@@ -47,9 +48,9 @@ class Sequence:
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stats = SpeculationStats()
-        self.prompt_logprobs: list[TokenLogprob | None] | None = (
-            None if sampling.prompt_logprobs is None else [None] * len(self.prompt)
-        )
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None for _ in self.prompt]
 
         self.slot = NO_SLOT
         self.pages: list[int] = []
@@ -64,7 +65,7 @@ class Sequence:
         stop_ids = sampling.stop_token_ids
         if not sampling.ignore_eos and eos_token_id not in stop_ids:
             stop_ids = (*stop_ids, eos_token_id)
-        self._row_fields = dict(
+        self._row_fields: dict[str, Any] = dict(
             limit=self.limit,
             prompt_len=len(self.prompt),
             min_len=len(self.prompt) + sampling.min_tokens,

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_jax.serving.buckets import bucket_for, default_ladder, token_buckets, vllm_ladder
+from dspark_jax.serving.config import FlagError
 
 
 def test_default_ladder_to_2048() -> None:
@@ -71,7 +72,7 @@ def test_a_limit_beyond_the_step_is_cut() -> None:
     ],
 )
 def test_buckets_that_cannot_hold_a_request_are_refused(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(FlagError, match=message):
         token_buckets(draft_len=7, **arguments)
 
 

@@ -238,3 +238,10 @@ def test_a_request_that_never_fits_is_refused() -> None:
 def test_a_step_that_cannot_hold_its_requests_is_refused(changes: dict) -> None:
     with pytest.raises(ValueError, match=r"tokens and .* rows of logits per step"):
         make_scheduler(**changes)
+
+
+def test_scoring_a_prompt_needs_two_rows_of_logits() -> None:
+    scheduler = make_scheduler(num_slots=1, max_logit_rows=1, draft_cap=0)
+    scheduler.check(make_sequence(num_prompt=1, prompt_logprobs=0))
+    with pytest.raises(ValueError, match=r"needs steps with 2 tokens .* these have 16 and 1"):
+        scheduler.check(make_sequence(num_prompt=2, prompt_logprobs=0))
