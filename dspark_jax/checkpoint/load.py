@@ -55,9 +55,10 @@ def load_checkpoint(
     cast to `dtype`; with `keep_quantized` they stay as they are, as `Fp8Weight` and `Fp4Weight` stacks. All else
     becomes `dtype`, except what the released files keep in float32 and the hash table (int32).
 
-    With `draft=False`, or when `config.json` describes no DSpark drafter, the third result and `config.draft`
-    are None and the `mtp.*` tensors of either kind are passed over. The number of drafter stages is counted in
-    the files. A drafter without confidence or Markov head is incomplete.
+    With `draft=False` every `mtp.*` tensor is passed over, and the third result and `config.draft` are None. So
+    they are when `config.json` describes no DSpark drafter; then only the tensors of an ordinary prediction block
+    are passed over, those of a drafter are unexpected. The number of drafter stages is counted in the files. A
+    drafter without confidence or Markov head is incomplete; calibration is the identity where files have none.
 
     Arrays are filled in place from a memory map: the peak is the result and a few single tensors. They go to the
     default device, or where `sharding_of` says.
