@@ -111,7 +111,7 @@ def forward(
                 if first + i * width + j in tap_layers:
                     taps.append(outputs[j][i])
         first = stop
-    hidden = _collapse(streams, params.hyper_head, cfg)
+    hidden = collapse(streams, params.hyper_head, cfg)
     return SequenceOutput(
         hidden=rms_norm(hidden, params.g_norm, cfg.rms_norm_eps),
         taps=jnp.stack(taps, axis=2) if taps else None,
@@ -122,7 +122,7 @@ def forward(
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """Output head: hidden [..., M] -> float32 [..., V]."""
-    return _wide(hidden, params.head)
+    return wide_linear(hidden, params.head)
 
 
 class _Layers(NamedTuple):
@@ -215,7 +215,8 @@ def leave(streams: jax.Array, output: jax.Array, weights: hyper.Mix) -> jax.Arra
     return (mixed + added).astype(streams.dtype)
 
 
-def _collapse(streams: jax.Array, head: HyperHead, cfg: ModelConfig) -> jax.Array:
+def collapse(streams: jax.Array, head: HyperHead, cfg: ModelConfig) -> jax.Array:
+    """`hyper.collapse`, elementwise, with the projection in the dtype of the streams."""
     z = _normed_projection(streams, head.w_fn, cfg.rms_norm_eps)
     weights = jax.nn.sigmoid(z * head.scale + head.base) + cfg.hc_eps
     return jnp.sum(weights[..., None] * streams.astype(jnp.float32), axis=-2).astype(streams.dtype)
@@ -224,10 +225,10 @@ def _collapse(streams: jax.Array, head: HyperHead, cfg: ModelConfig) -> jax.Arra
 def _normed_projection(streams: jax.Array, w_fn: jax.Array, eps: float) -> jax.Array:
     flat = streams.reshape(*streams.shape[:-2], -1)
     mean_square = jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True)
-    return _wide(flat, w_fn) * jax.lax.rsqrt(mean_square + eps)
+    return wide_linear(flat, w_fn) * jax.lax.rsqrt(mean_square + eps)
 
 
-def _wide(x: jax.Array, matrix: jax.Array) -> jax.Array:
+def wide_linear(x: jax.Array, matrix: jax.Array) -> jax.Array:
     """x [..., K] times the transpose of matrix [N, K] with a float32 result; operands in the dtype of x."""
     return jnp.einsum(
         "...k,nk->...n",
@@ -245,7 +246,7 @@ def experts(
 
     `chosen` bool [..., E] fixes the experts; by default the router's scores and bias choose, ties to the lowest.
     """
-    scores = jnp.sqrt(jax.nn.softplus(_wide(h, block.w_router)))
+    scores = jnp.sqrt(jax.nn.softplus(wide_linear(h, block.w_router)))
     if chosen is None:
         chosen = _top(jax.lax.stop_gradient(scores) + block.b_router, cfg.num_experts_per_tok)
     kept = jnp.where(chosen, scores, 0.0)
@@ -290,7 +291,7 @@ def _attention(
         index_scores = jnp.where(visible, index_scores, _MASKED)
         threshold = jax.lax.cond(
             frame.select,
-            lambda s: _kth_largest(s, cfg.index_topk),
+            lambda s: kth_largest(s, cfg.index_topk),
             lambda s: jnp.full(s.shape[:-1], _MASKED),
             jax.lax.stop_gradient(index_scores),
         )
@@ -309,8 +310,8 @@ def pool_entries(h: jax.Array, weights: Compressor, cfg: ModelConfig) -> jax.Arr
     ratio, width = weights.ape.shape[0], weights.g_norm.shape[0]
     windows = h.shape[1] // ratio
     whole = h[:, : windows * ratio]
-    values = _wide(whole, weights.w_kv).reshape(len(h), windows, ratio, -1)
-    gates = _wide(whole, weights.w_gate).reshape(len(h), windows, ratio, -1) + weights.ape
+    values = wide_linear(whole, weights.w_kv).reshape(len(h), windows, ratio, -1)
+    gates = wide_linear(whole, weights.w_gate).reshape(len(h), windows, ratio, -1) + weights.ape
     if values.shape[-1] == 2 * width:
         # The first half of a token's channels belongs to the window after its own; window 0 has none before it.
         before = ((0, 0), (1, 0), (0, 0), (0, 0))
@@ -339,12 +340,12 @@ def _index_scores(
     q = q.reshape(*q.shape[:-1], cfg.index_n_heads, cfg.index_head_dim)
     q = rotate(q, frame.positions, frequencies)
     keys = pool_entries(h, indexer.compressor, cfg)
-    heads = _wide(h, indexer.w_heads) * (cfg.index_n_heads * cfg.index_head_dim) ** -0.5
+    heads = wide_linear(h, indexer.w_heads) * (cfg.index_n_heads * cfg.index_head_dim) ** -0.5
     products = jax.nn.relu(jnp.einsum("bshi,bwi->bshw", q, keys))
     return jnp.sum(products.astype(jnp.float32) * heads[..., None], axis=2)
 
 
-def _kth_largest(scores: jax.Array, k: int) -> jax.Array:
+def kth_largest(scores: jax.Array, k: int) -> jax.Array:
     """The k-th largest of float32 scores [..., W] -> [...], exactly, by bisection on the bits of the values.
 
     Sorting is many times slower on a GPU. With fewer than k scores the smallest possible value comes out.

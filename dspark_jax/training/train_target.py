@@ -23,6 +23,7 @@ from flax import struct
 from tqdm import tqdm
 
 from dspark_jax.checkpoint.export import export_checkpoint
+from dspark_jax.checkpoint.load import load_checkpoint
 from dspark_jax.config import ModelConfig
 from dspark_jax.model.params import Params, init_params
 from dspark_jax.training.data import (
@@ -39,11 +40,13 @@ from dspark_jax.training.forward import (
     logits,
     trainable_specs,
 )
+from dspark_jax.training.master import save_master
 from dspark_jax.training.optimizer import balance, build_optimizer, learning_rate, matrix_axes
 from dspark_jax.training.preset import bundled_config
 from dspark_jax.training.tokenizer import TokenStream
 
-_TIMED_STEPS = 30
+# The number of steps follows from the time of these, once libraries have loaded in the first few.
+_TIMED_STEPS = range(10, 50)
 _KEEP_BALANCING = 0.1  # of the first rate, at the end of training
 
 
@@ -186,18 +189,13 @@ def held_out_losses(
 ) -> dict[str, dict[str, float]]:
     """Loss on every token of the held-out streams, by kind: nats and perplexity per token, bits per byte."""
 
-    @jax.jit
-    def losses(ids, labels, counted):
-        _, predicted = run(params, table, cfg, ids, dtype=dtype, select=True)
-        return jnp.sum(jnp.where(counted, cross_entropy(predicted, labels), 0.0))
-
     results = {}
     for kind, stream in streams.items():
         arrays = held_out_windows(stream, length, cfg.bos_token_id)
         fill = -len(arrays[0]) % batch
         arrays = [np.pad(a, ((0, fill), (0, 0))) for a in arrays]
         total = sum(
-            float(losses(*(a[i : i + batch] for a in arrays)))
+            float(_summed_loss(params, table, *(a[i : i + batch] for a in arrays), cfg, dtype))
             for i in range(0, len(arrays[0]), batch)
         )
         nats = total / (len(stream.tokens) - 1)
@@ -209,8 +207,18 @@ def held_out_losses(
     return results
 
 
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _summed_loss(params, table, ids, labels, counted, cfg, dtype):
+    _, predicted = run(params, table, cfg, ids, dtype=dtype, select=True)
+    return jnp.sum(jnp.where(counted, cross_entropy(predicted, labels), 0.0))
+
+
 def train(flags: TargetFlags, cfg: ModelConfig) -> tuple[Params, dict[str, Any]]:
     """Train from scratch; returns the float32 parameters and what is to be reported."""
+    if flags.steps is None and flags.warmup < _TIMED_STEPS.stop:
+        raise ValueError(
+            f"warmup {flags.warmup} must be at least {_TIMED_STEPS.stop} without steps"
+        )
     flags.out.mkdir(parents=True, exist_ok=True)
     dtype = jnp.dtype(flags.compute_dtype)
     streams = load_streams(flags.tokens, "train")
@@ -221,7 +229,8 @@ def train(flags: TargetFlags, cfg: ModelConfig) -> tuple[Params, dict[str, Any]]
     optimizer = build_optimizer(
         matrix_axes(specs), weight_decay=flags.weight_decay, clip=flags.clip
     )
-    params = jax.jit(lambda key: init_params(specs, key))(jax.random.key(flags.seed))
+    # "rbg" keys: the default generator, drawn for every leaf in one program, takes minutes to compile on a CPU.
+    params = jax.jit(lambda key: init_params(specs, key))(jax.random.key(flags.seed, impl="rbg"))
     state = TrainState(params=params, optimizer=jax.jit(optimizer.init)(params))
     tokens = jnp.asarray(sampler.tokens)
 
@@ -268,7 +277,7 @@ def train(flags: TargetFlags, cfg: ModelConfig) -> tuple[Params, dict[str, Any]]
 def _loop(flags, compiled, state, arguments) -> tuple[TrainState, int, float, dict[str, Any]]:
     """All steps: the last state, their number, seconds, and the last line of the log."""
     total, step, line = flags.steps, 0, {}
-    started = time.perf_counter()
+    started = timed_from = time.perf_counter()
     with (
         (flags.out / "log.jsonl").open("w") as log,
         tqdm(total=total, desc="target", unit="step", mininterval=2.0) as bar,
@@ -277,11 +286,14 @@ def _loop(flags, compiled, state, arguments) -> tuple[TrainState, int, float, di
             state, losses = compiled(state, *arguments(step, total))
             step += 1
             bar.update()
-            if total is None and step == _TIMED_STEPS:
+            if total is None and step in (_TIMED_STEPS.start, _TIMED_STEPS.stop):
                 jax.block_until_ready(losses)
-                step_s = (time.perf_counter() - started) / step
-                total = max(round(60 * flags.max_minutes / step_s), step)
-                bar.total = total
+                now = time.perf_counter()
+                if step == _TIMED_STEPS.stop:
+                    step_s = (now - timed_from) / len(_TIMED_STEPS)
+                    total = step + max(round((60 * flags.max_minutes - now + started) / step_s), 0)
+                    bar.total = total
+                timed_from = now
             if step % flags.log_every == 0 or step == total:
                 line = _line(step, losses, time.perf_counter() - started)
                 log.write(json.dumps(line) + "\n")
@@ -304,26 +316,43 @@ def _line(step: int, losses: Losses, seconds: float) -> dict[str, Any]:
     }
 
 
+def evaluate(
+    params: Params, cfg: ModelConfig, flags: TargetFlags, *, against_unigram: bool
+) -> dict[str, dict[str, float]]:
+    """`held_out_losses` of the target, beside those of a unigram model if asked for."""
+    held_out = load_streams(flags.tokens, "held_out")
+    losses = held_out_losses(
+        params.replace(tid2eid=None),
+        params.tid2eid,
+        cfg,
+        held_out,
+        length=flags.length,
+        dtype=jnp.dtype(flags.compute_dtype),
+    )
+    if against_unigram:
+        seen = load_streams(flags.tokens, "train")
+        for kind, stream in held_out.items():
+            nats = unigram_nats(seen, stream, cfg.vocab_size)
+            losses[kind] |= {
+                "unigram_perplexity": math.exp(nats),
+                "unigram_bits_per_byte": nats * len(stream.tokens) / math.log(2) / stream.num_bytes,
+            }
+    return losses
+
+
 def main(flags: TargetFlags) -> None:
-    """Train, evaluate on held-out text, export."""
+    """Train, export, and evaluate on held-out text before and after rounding to the released formats."""
     cfg = bundled_config()
     params, report = train(flags, cfg)
-    held_out = load_streams(flags.tokens, "held_out")
-    train_streams = load_streams(flags.tokens, "train")
-    table, plain = params.tid2eid, params.replace(tid2eid=None)
-    report["held_out"] = held_out_losses(
-        plain, table, cfg, held_out, length=flags.length, dtype=jnp.dtype(flags.compute_dtype)
-    )
-    for kind, stream in held_out.items():
-        nats = unigram_nats(train_streams, stream, cfg.vocab_size)
-        report["held_out"][kind] |= {
-            "unigram_nats": nats,
-            "unigram_perplexity": math.exp(nats),
-            "unigram_bits_per_byte": nats * len(stream.tokens) / math.log(2) / stream.num_bytes,
-        }
+    save_master(flags.out, params)
+    checkpoint = flags.out / "checkpoint"
+    export_checkpoint(checkpoint, cfg, params, None)
+    report["held_out"] = evaluate(params, cfg, flags, against_unigram=True)
+    _, rounded, _ = load_checkpoint(checkpoint)
+    report["held_out_rounded"] = evaluate(rounded, cfg, flags, against_unigram=False)
+    report["checkpoint_bytes"] = sum(file.stat().st_size for file in checkpoint.iterdir())
     (flags.out / "metrics.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report["held_out"], indent=2))
-    export_checkpoint(flags.out / "checkpoint", cfg, params, None)
+    tqdm.write(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":

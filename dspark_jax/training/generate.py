@@ -1,0 +1,294 @@
+"""Sampling from the trained target, many sequences at a time: the drafter's training text.
+
+One token per step for thousands of sequences of one length, with dense position-addressed caches. It is the same
+model as `training.forward`; the probability of every sampled token is recorded so that this can be checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from dspark_jax.config import AttentionKind, ModelConfig, RouterKind
+from dspark_jax.model import hyper
+from dspark_jax.model.attention import has_compressor, latent_rows, project_output, queries
+from dspark_jax.model.layers import linear, rms_norm, rotary_frequencies, rotate
+from dspark_jax.model.params import Block, Compressor, Indexer, Params
+from dspark_jax.training.forward import (
+    collapse,
+    enter,
+    experts,
+    kth_largest,
+    leave,
+    logits,
+    mix,
+    wide_linear,
+)
+
+_MASKED = -1e30
+
+
+class Pool(NamedTuple):
+    """State of one compressor: open rows by position modulo the ring, entries by window."""
+
+    open_rows: jax.Array  # [B, ring, 2, k*D] float32 values and gates; ring = k * ratio
+    entries: jax.Array  # [B, W, D]
+
+
+class LayerCache(NamedTuple):
+    """What one layer remembers of every sequence."""
+
+    rows: jax.Array  # [B, window, D] sliding rows by position modulo the window
+    pool: Pool | None
+    index_pool: Pool | None
+
+
+class Sampled(NamedTuple):
+    """Sequences and the log-probability of each token given those before it (zero at position 0)."""
+
+    tokens: jax.Array  # [B, S] int32
+    logprobs: jax.Array  # [B, S] float32
+
+
+def empty_caches(cfg: ModelConfig, batch: int, length: int, dtype: Any) -> list[LayerCache]:
+    """Caches of every layer for `batch` sequences of `length` tokens."""
+
+    def pool(ratio: int, width: int, *, overlap: bool) -> Pool:
+        k = 2 if overlap else 1
+        # Window 0 has no window before it: its gates there must vanish.
+        gates = jnp.full((batch, k * ratio, k * width), _MASKED)
+        return Pool(
+            open_rows=jnp.stack([jnp.zeros_like(gates), gates], axis=2),
+            entries=jnp.zeros((batch, max(length // ratio, 1), width), dtype),
+        )
+
+    def layer(kind: AttentionKind) -> LayerCache:
+        main = index = None
+        if kind is AttentionKind.CSA:
+            main = pool(cfg.csa_ratio, cfg.head_dim, overlap=True)
+            index = pool(cfg.csa_ratio, cfg.index_head_dim, overlap=True)
+        elif kind is AttentionKind.HCA:
+            main = pool(cfg.hca_ratio, cfg.head_dim, overlap=False)
+        rows = jnp.zeros((batch, cfg.sliding_window, cfg.head_dim), dtype)
+        return LayerCache(rows, main, index)
+
+    return [layer(kind) for kind in cfg.attention_kinds]
+
+
+def step(
+    params: Params,
+    cfg: ModelConfig,
+    caches: list[LayerCache],
+    token_ids: jax.Array,
+    position: jax.Array,
+    *,
+    fused: bool,
+) -> tuple[jax.Array, list[LayerCache]]:
+    """Logits float32 [B, V] after token_ids [B] at one common `position`, and the caches that hold them."""
+    streams = hyper.spread(params.embed[token_ids][:, None], cfg.hc_mult)
+    at = position[None, None]
+    updated = []
+    for i, kind in enumerate(cfg.layers):
+        block = jax.tree.map(lambda x, i=i: x[i], params.blocks)
+        weights = mix(streams, block.hyper_attn, cfg, fused=fused)
+        h = rms_norm(enter(streams, weights), block.g_attn, cfg.rms_norm_eps)
+        own = cfg.attention_kinds[:i].count(kind.attention)
+        compressors = _compressors(params, kind.attention, own)
+        out, cache = _attention(h, block, compressors, caches[i], kind.attention, cfg, at)
+        updated.append(cache)
+        streams = leave(streams, out, weights)
+        weights = mix(streams, block.hyper_ffn, cfg, fused=fused)
+        h = rms_norm(enter(streams, weights), block.g_ffn, cfg.rms_norm_eps)
+        chosen = None
+        if kind.router is RouterKind.HASH:
+            chosen = params.tid2eid[i][token_ids[:, None]]
+            chosen = jax.nn.one_hot(chosen, cfg.n_routed_experts, dtype=bool).any(axis=-2)
+        out, _ = experts(h, block, cfg, chosen=chosen)
+        streams = leave(streams, out, weights)
+    hidden = rms_norm(collapse(streams, params.hyper_head, cfg), params.g_norm, cfg.rms_norm_eps)
+    return logits(params, hidden[:, 0]), updated
+
+
+def _compressors(
+    params: Params, kind: AttentionKind, own: int
+) -> tuple[Compressor | None, Indexer | None]:
+    def take(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x[own], tree)
+
+    if kind is AttentionKind.CSA:
+        return take(params.csa), take(params.indexer)
+    return (take(params.hca) if kind is AttentionKind.HCA else None), None
+
+
+def _attention(
+    h: jax.Array,
+    block: Block,
+    compressors: tuple[Compressor | None, Indexer | None],
+    cache: LayerCache,
+    kind: AttentionKind,
+    cfg: ModelConfig,
+    at: jax.Array,
+) -> tuple[jax.Array, LayerCache]:
+    """Attention block of h [B, 1, M] at position `at` [1, 1]."""
+    position = at[0, 0]
+    frequencies = rotary_frequencies(cfg, compressed=has_compressor(kind))
+    q, latent = queries(h, block, at, frequencies, cfg)
+    row = latent_rows(h, block, at, frequencies, cfg.rms_norm_eps)
+    rows = _write(cache.rows, row, position % cfg.sliding_window)
+    keys, seen = [rows], [jnp.arange(cfg.sliding_window) <= position]
+    pool = index_pool = None
+    compressor, indexer = compressors
+    if compressor is not None:
+        pool = _advance(cache.pool, h, compressor, cfg, position)
+        ratio = compressor.ape.shape[0]
+        visible = jnp.arange(pool.entries.shape[1]) < (position + 1) // ratio
+        if indexer is not None:
+            index_pool = _advance(cache.index_pool, h, indexer.compressor, cfg, position)
+            visible = _choose(h, latent, indexer, index_pool.entries, visible, cfg, at)
+        keys.append(pool.entries)
+        seen.append(visible)
+    batch = len(h)
+    valid = jnp.concatenate([jnp.broadcast_to(s, (batch, s.shape[-1])) for s in seen], axis=-1)
+    out = _attend(q[:, 0], jnp.concatenate(keys, axis=1), valid, block.attn_sink)
+    out = project_output(out[:, None], block, at, frequencies, cfg)
+    return out, LayerCache(rows, pool, index_pool)
+
+
+def _write(ring: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
+    """Put row [B, 1, ...] into slot `slot` of ring [B, slots, ...]."""
+    return jax.lax.dynamic_update_slice_in_dim(ring, row.astype(ring.dtype), slot, axis=1)
+
+
+def _advance(
+    pool: Pool, h: jax.Array, weights: Compressor, cfg: ModelConfig, position: jax.Array
+) -> Pool:
+    """Add the token's open row; store an entry if the token closes a window."""
+    ratio, width = weights.ape.shape[0], weights.g_norm.shape[0]
+    values = wide_linear(h, weights.w_kv)
+    gates = wide_linear(h, weights.w_gate) + weights.ape[position % ratio]
+    ring = pool.open_rows.shape[1]
+    open_rows = _write(pool.open_rows, jnp.stack([values, gates], axis=2), position % ring)
+    # Oldest first: the rows of the window before, if the kind overlaps, then those of the window itself.
+    ordered = jnp.roll(open_rows, -(position + 1), axis=1)
+    if ring == 2 * ratio:
+        early, late = ordered[:, :ratio, :, :width], ordered[:, ratio:, :, width:]
+        ordered = jnp.concatenate([early, late], axis=1)
+    pooled = jnp.sum(jax.nn.softmax(ordered[:, :, 1], axis=1) * ordered[:, :, 0], axis=1)
+    number = position // ratio
+    entry = rms_norm(pooled[:, None], weights.g_norm, cfg.rms_norm_eps)
+    start = (number * ratio)[None, None]
+    entry = rotate(entry, start, rotary_frequencies(cfg, compressed=True))
+    number = jnp.minimum(number, pool.entries.shape[1] - 1)
+    old = jax.lax.dynamic_slice_in_dim(pool.entries, number, 1, axis=1)
+    closes = (position + 1) % ratio == 0
+    kept = jnp.where(closes, entry.astype(old.dtype), old)
+    return Pool(open_rows, _write(pool.entries, kept, number))
+
+
+def _choose(
+    h: jax.Array,
+    latent: jax.Array,
+    indexer: Indexer,
+    index_keys: jax.Array,
+    visible: jax.Array,
+    cfg: ModelConfig,
+    at: jax.Array,
+) -> jax.Array:
+    """The indexer's choice among visible entries: bool [B, W]."""
+    q = linear(latent, indexer.w_q_b)
+    q = q.reshape(*q.shape[:-1], cfg.index_n_heads, cfg.index_head_dim)
+    q = rotate(q, at, rotary_frequencies(cfg, compressed=True))[:, 0]
+    heads = wide_linear(h[:, 0], indexer.w_heads) * (cfg.index_n_heads * cfg.index_head_dim) ** -0.5
+    products = jax.nn.relu(jnp.einsum("bhi,bwi->bhw", q, index_keys)).astype(jnp.float32)
+    scores = jnp.where(visible, jnp.sum(products * heads[..., None], axis=1), _MASKED)
+    return visible & (scores >= kth_largest(scores, cfg.index_topk)[:, None])
+
+
+def _attend(q: jax.Array, keys: jax.Array, valid: jax.Array, sink: jax.Array) -> jax.Array:
+    """q [B, H, D] over keys [B, K, D] where valid [B, K], with a sink logit per head."""
+    scores = jnp.einsum("bhd,bkd->bhk", q, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(valid[:, None], scores * q.shape[-1] ** -0.5, _MASKED)
+    top = jnp.maximum(jnp.max(scores, axis=-1), sink)
+    weights = jnp.exp(scores - top[..., None])
+    total = jnp.sum(weights, axis=-1) + jnp.exp(sink - top)
+    out = jnp.einsum(
+        "bhk,bkd->bhd", weights.astype(q.dtype), keys, preferred_element_type=jnp.float32
+    )
+    return (out / total[..., None]).astype(q.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "fused"))
+def sample(
+    params: Params,
+    cfg: ModelConfig,
+    prompts: jax.Array,
+    prompt_lens: jax.Array,
+    key: jax.Array,
+    *,
+    fused: bool = False,
+) -> Sampled:
+    """Continue prompts at temperature 1 to their full length.
+
+    Args:
+      params: plain arrays; computes in the dtype of `params.embed`.
+      prompts: int [B, S]; of row b the first prompt_lens[b] >= 1 ids are given and the rest is ignored.
+      key: a typed key; "rbg" keys are much faster on a GPU.
+    """
+    batch, length = prompts.shape
+    caches = empty_caches(cfg, batch, length, params.embed.dtype)
+
+    def advance(carry, position):
+        caches, token = carry
+        predicted, caches = step(params, cfg, caches, token, position, fused=fused)
+        drawn = jax.random.categorical(jax.random.fold_in(key, position), predicted)
+        given = jax.lax.dynamic_index_in_dim(prompts, position + 1, axis=1, keepdims=False)
+        token = jnp.where(position + 1 < prompt_lens, given, drawn).astype(jnp.int32)
+        logprob = jnp.take_along_axis(jax.nn.log_softmax(predicted), token[:, None], axis=1)[:, 0]
+        return (caches, token), (token, logprob)
+
+    first = prompts[:, 0].astype(jnp.int32)
+    _, (tokens, logprobs) = jax.lax.scan(advance, (caches, first), jnp.arange(length - 1))
+    return Sampled(
+        tokens=jnp.concatenate([first[:, None], tokens.T], axis=1),
+        logprobs=jnp.concatenate([jnp.zeros((batch, 1)), logprobs.T], axis=1),
+    )
+
+
+def generate(
+    params: Params,
+    cfg: ModelConfig,
+    prompt_rows: Callable[[int], tuple[np.ndarray, np.ndarray]],
+    *,
+    num_tokens: int,
+    batch: int,
+    seed: int,
+    fused: bool,
+    impl: str | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """At least `num_tokens` sampled tokens as tokens uint16, logprobs float16 [N, S] and prompt_lens [N].
+
+    `prompt_rows(n)` gives prompts [n, S] and their lengths [n]; given tokens do not count.
+    """
+    key = jax.random.key(seed, impl=impl)
+    done, rounds = 0, []
+    started = time.perf_counter()
+    with tqdm(total=num_tokens, desc="sampling", unit="token", unit_scale=True) as bar:
+        while done < num_tokens:
+            prompts, prompt_lens = prompt_rows(batch)
+            out = sample(
+                params, cfg, prompts, prompt_lens, jax.random.fold_in(key, len(rounds)), fused=fused
+            )
+            tokens = np.asarray(out.tokens).astype(np.uint16)
+            rounds.append((tokens, np.asarray(out.logprobs).astype(np.float16), prompt_lens))
+            fresh = int((prompts.shape[1] - prompt_lens).sum())
+            done += fresh
+            bar.update(fresh)
+    tqdm.write(f"{done} tokens in {time.perf_counter() - started:.1f} s")
+    return tuple(np.concatenate(parts) for parts in zip(*rounds))

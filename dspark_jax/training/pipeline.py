@@ -1,0 +1,47 @@
+"""The stages of building the bundled model, one command each: `python -m dspark_jax.training.pipeline`.
+
+Each stage fits one call of at most ten minutes on one GPU and writes a few files to one folder, which the next
+stage reads. See docs/training.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from dspark_jax.training import train_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFlags:
+    """Build one part of the bundled model."""
+
+    stage: Literal["target"]
+    """What to build."""
+    out: Path = Path("out")
+    """Folder for the results; each stage has its own below it."""
+    tokens: Path = Path("out/tokens")
+    """Folder written by `dspark_jax.training.tokenizer`."""
+    target_minutes: float = 5.0
+    """Time for the target's steps."""
+    seed: int = 0
+    """Seed of everything random."""
+
+
+def main(flags: PipelineFlags) -> None:
+    """Run one stage."""
+    train_target.main(
+        train_target.TargetFlags(
+            tokens=flags.tokens,
+            out=flags.out / "target",
+            max_minutes=flags.target_minutes,
+            seed=flags.seed,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(PipelineFlags))

@@ -1,0 +1,55 @@
+"""The sampler is the model: what it drew, and how probable it thought that was, agree with teacher forcing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.model.params import param_specs
+from dspark_jax.training.forward import forward, logits
+from dspark_jax.training.generate import generate, sample
+from tests.parity.compare import Tolerance, assert_close
+from tests.training.tiny import SHALLOW, perturbed
+
+LENGTH = 48
+LOGPROB = Tolerance(1e-4, 1e-4, 1e-8)
+
+
+def test_logprobs_equal_teacher_forcing_and_draws_follow_them():
+    params = perturbed(param_specs(SHALLOW), seed=7)
+    draw = np.random.default_rng(0)
+    prompts = draw.integers(0, SHALLOW.vocab_size, (64, LENGTH)).astype(np.int32)
+    prompt_lens = draw.integers(1, 20, 64)
+    prompts[:32] = prompts[0]
+    prompt_lens[:32] = 9
+
+    out = sample(params, SHALLOW, prompts, prompt_lens, jax.random.key(1))
+
+    given = np.arange(LENGTH) < prompt_lens[:, None]
+    np.testing.assert_array_equal(np.asarray(out.tokens)[given], prompts[given])
+    hidden = jax.jit(lambda p, ids: forward(p, SHALLOW, ids).hidden)(params, out.tokens)
+    predicted = jax.nn.log_softmax(logits(params, hidden))
+    expected = jnp.take_along_axis(predicted[:, :-1], out.tokens[:, 1:, None], axis=-1)[..., 0]
+    assert_close(out.logprobs[:, 1:], expected, LOGPROB)
+
+    # Surprise averages to entropy where the token was drawn: 64 x ~38 draws, six standard errors.
+    entropy = -jnp.sum(jnp.exp(predicted) * predicted, axis=-1)[:, :-1]
+    excess = np.asarray(-expected - entropy)[~given[:, 1:]]
+    assert abs(excess.mean()) < 6 * excess.std() / len(excess) ** 0.5
+    assert len({tuple(row) for row in np.asarray(out.tokens[:32]).tolist()}) > 30
+
+
+def test_generate_counts_only_fresh_tokens():
+    params = perturbed(param_specs(SHALLOW), seed=7)
+
+    def prompt_rows(n):
+        return np.zeros((n, 16), np.int32), np.full(n, 6)
+
+    tokens, logprobs, prompt_lens = generate(
+        params, SHALLOW, prompt_rows, num_tokens=50, batch=4, seed=0, fused=False
+    )
+    assert tokens.shape == logprobs.shape == (8, 16)
+    assert tokens.dtype == np.uint16
+    assert (prompt_lens == 6).all()
+    assert not np.array_equal(tokens[:4], tokens[4:])
