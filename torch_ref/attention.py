@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_ref.config import CSA, SLIDING, TorchRefConfig
-from torch_ref.layers import inverse_frequencies, rms_norm, rotate
-from torch_ref.moe import largest_first
+from torch_ref.layers import inverse_frequencies, largest_first, rms_norm, rotate
 from torch_ref.quantization import round_bfloat16, round_cache_row, round_index_row
 from torch_ref.scope import Scope
 

@@ -58,12 +58,18 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def save_checkpoint(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write ``config`` and plain, unquantised ``weights`` as one checkpoint folder."""
+    """Write ``config`` and plain, unquantised ``weights`` as one checkpoint folder.
+
+    Weights may be views of one another; the file holds a copy of each.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(
-        {name: tensor.contiguous() for name, tensor in weights.items()},
+        {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format)
+            for name, tensor in weights.items()
+        },
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -176,7 +176,9 @@ class TorchRefConfig:
 
 
 def _yarn(scaling: Mapping[str, Any] | None) -> YarnScaling | None:
-    kind = "default" if scaling is None else scaling.get("rope_type", scaling.get("type"))
+    if scaling is None:
+        return None
+    kind = scaling.get("rope_type", scaling.get("type"))
     if kind == "default":
         return None
     if kind != "yarn":

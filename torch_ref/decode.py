@@ -143,6 +143,8 @@ def prefill(
     simulate_quantization: bool | Simulation = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Append a prompt in steps of ``cache.max_step``; results as :func:`step`, joined."""
+    if not token_ids:
+        raise ValueError("the prompt is empty")
     pieces = [
         step(
             weights,

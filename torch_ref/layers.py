@@ -1,4 +1,4 @@
-"""Small pieces shared by trunk and drafters: norm, rotary embedding, hyper-connections."""
+"""Pieces shared by trunk and drafters: norm, top-k, rotation, feed-forward, hyper-connections."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, unweighted where ``weight`` is None."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return normed if weight is None else normed * weight
+
+
+def largest_first(scores: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest last-axis scores, ties to the lowest index."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def inverse_frequencies(cfg: TorchRefConfig, compressed: bool) -> Tensor:

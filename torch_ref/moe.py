@@ -6,13 +6,8 @@ import torch
 from torch import Tensor
 
 from torch_ref.config import TorchRefConfig
-from torch_ref.layers import swiglu
+from torch_ref.layers import largest_first, swiglu
 from torch_ref.scope import Scope
-
-
-def largest_first(scores: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` largest last-axis scores, ties to the lowest index."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def route(

@@ -34,9 +34,11 @@ class Drafter(Protocol):
 
     def extend(self, features: Tensor) -> None:
         """Append the features ``[T, m * C]`` of the next T committed tokens."""
+        ...
 
     def propose(self, anchor: int, choose: Choose) -> Proposal:
         """Draft after ``anchor``, the token at position ``length``."""
+        ...
 
 
 @dataclass
@@ -69,6 +71,8 @@ def generate(
     """
     if method not in METHODS:
         raise ValueError(f"method {method!r} is none of {METHODS}")
+    if n < 1:
+        raise ValueError(f"n={n} tokens asked for, at least 1 is needed")
     noise = Noise(seed)
     cache = new_cache(cfg, len(prompt) + n + drafter.draft_len, drafter.draft_len + 1)
     logits, states = prefill(weights, cfg, cache, prompt)

@@ -9,6 +9,7 @@ from tests.parity.compare import EXACT, FLOAT32_MODEL, assert_close
 from tests.parity.hf import from_hf, hf_config, hf_model, to_hf
 from tests.torch_ref.configs import tiny_config
 from torch_ref.config import TorchRefConfig
+from torch_ref.layers import largest_first
 from torch_ref.model import forward, forward_with_states
 from torch_ref.random_weights import random_weights
 
@@ -71,3 +72,9 @@ def test_names_are_those_of_the_model_and_invert():
 def test_configuration_reads_back_from_transformers(overrides):
     cfg = tiny_config(**overrides)
     assert TorchRefConfig.from_dict(hf_config(cfg).to_dict()) == cfg
+
+
+def test_ties_go_to_the_lowest_index():
+    scores = torch.tensor([1.0, 2.0] * 50)
+    assert largest_first(scores, 3).tolist() == [1, 3, 5]
+    assert largest_first(torch.zeros(2, 1000), 4).tolist() == [[0, 1, 2, 3]] * 2

@@ -208,6 +208,11 @@ def test_noise_depends_on_its_key_alone():
     assert gumbels.mean() == pytest.approx(0.5772, abs=0.06)
 
 
-def test_unknown_method_is_refused():
-    with pytest.raises(ValueError, match="'block'"):
-        generate({}, CFG, RiggedDrafter(0, [], random.Random(0)), [1], 1, method="block")
+@pytest.mark.parametrize(
+    ("prompt", "n", "method", "message"),
+    [([1], 1, "block", "'block'"), ([1], 0, "standard", "n=0"), ([], 1, "coupled", "empty")],
+)
+def test_what_cannot_be_generated_is_refused(prompt, n, method, message):
+    drafter = RiggedDrafter(0, [], random.Random(0))
+    with pytest.raises(ValueError, match=message):
+        generate({}, CFG, drafter, prompt, n, method=method)
