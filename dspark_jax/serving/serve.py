@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     config = parse_flags(argv)
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every backend it lacks
     try:
         model_config = load_config(config.model_folder)
         config.check(model_config)
@@ -53,10 +54,14 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise FlagError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
-        ) from error
+        raise _taken(host, port, error) from error
     return listener
+
+
+def _taken(host: str, port: int, error: OSError) -> FlagError:
+    return FlagError(
+        f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
+    )
 
 
 def _serve(config: ServeConfig, model_config: ModelConfig, listener: socket.socket) -> int:
@@ -87,6 +92,11 @@ def _serve(config: ServeConfig, model_config: ModelConfig, listener: socket.sock
     )
     app = create_app(backend, api_key=config.api_key)
     host, port = listener.getsockname()[:2]
+    try:
+        listener.listen()
+    except OSError as error:  # another process bound the port meanwhile, and was quicker to listen
+        engine.shutdown(drain=False)
+        raise _taken(host, port, error) from error
     _LOG.info("serving %s at http://%s:%s", config.served_model_name, host, port)
     return run_until_stopped(
         app, listener, engine, metrics=None if config.disable_log_stats else metrics

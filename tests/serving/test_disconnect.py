@@ -11,6 +11,14 @@ from tests.serving.fake_engine import FakeEngine, make_backend
 PAUSE_S = 0.02
 
 
+def scope_of(path):
+    return {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
+        "query_string": b"", "headers": [], "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1", "scheme": "http",
+    }  # fmt: skip
+
+
 async def run_until_gone(path, body, leaves_after_steps):
     """Send a request, leave after some engine steps; the engine once the application returned."""
     engine = FakeEngine("word " * 40, chunk_len=1)
@@ -32,13 +40,8 @@ async def run_until_gone(path, body, leaves_after_steps):
     async def send(message):
         sent.append(message)
 
-    scope = {
-        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
-        "query_string": b"", "headers": [], "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1", "scheme": "http",
-    }  # fmt: skip
     backend = make_backend(engine)
-    await asyncio.wait_for(create_app(backend)(scope, receive, send), 10)
+    await asyncio.wait_for(create_app(backend)(scope_of(path), receive, send), 10)
     return engine, backend, sent
 
 
@@ -69,3 +72,19 @@ async def test_a_client_that_stays_gets_everything():
     assert engine.num_aborted == 0
     assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
     assert sent[-2]["body"] == b"data: [DONE]\n\n"
+
+
+async def test_a_body_that_breaks_off_reaches_no_engine():
+    messages = [{"type": "http.request", "body": b'{"prompt"', "more_body": True}]
+    messages.append({"type": "http.disconnect"})
+    engine, sent = FakeEngine(), []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    await create_app(make_backend(engine))(scope_of("/v1/completions"), receive, send)
+    assert sent[0]["status"] == 499
+    assert engine.requests == []
