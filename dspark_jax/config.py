@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +45,13 @@ class Segment(NamedTuple):
     """`count` repetitions of `pattern`, a run of layers that one `scan` executes."""
 
     pattern: tuple[LayerKind, ...]
+    count: int
+
+
+class AttentionSegment(NamedTuple):
+    """A `Segment` by attention kind alone."""
+
+    pattern: tuple[AttentionKind, ...]
     count: int
 
 
@@ -165,20 +172,34 @@ class ModelConfig:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The layers as few scans: single layers, then repeating patterns of one or two layers."""
-        segments: list[Segment] = []
-        rest = self.layers
-        while rest:
-            runs = [(_repeats(rest, width), width) for width in (1, 2)]
-            count, width = max(runs, key=lambda run: run[0] * run[1] if run[0] > 1 else 0)
-            if count == 1:
-                width = 1
-            segments.append(Segment(rest[:width], count))
-            rest = rest[width * count :]
-        return tuple(segments)
+        return _segments(self.layers)
+
+    @property
+    def attention_segments(self) -> tuple[AttentionSegment, ...]:
+        """As `segments`, for a program that tells the routers apart at run time: fewer, longer scans."""
+        return tuple(
+            AttentionSegment(tuple(kind.attention for kind in pattern), count)
+            for pattern, count in _segments(
+                [LayerKind(kind, RouterKind.SCORE) for kind in self.attention_kinds]
+            )
+        )
 
     def indices_of(self, kind: AttentionKind) -> tuple[int, ...]:
         """Layer numbers of one attention kind, increasing."""
         return tuple(i for i, k in enumerate(self.attention_kinds) if k is kind)
+
+
+def _segments(layers: Sequence[LayerKind]) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    rest = tuple(layers)
+    while rest:
+        runs = [(_repeats(rest, width), width) for width in (1, 2)]
+        count, width = max(runs, key=lambda run: run[0] * run[1] if run[0] > 1 else 0)
+        if count == 1:
+            width = 1
+        segments.append(Segment(rest[:width], count))
+        rest = rest[width * count :]
+    return tuple(segments)
 
 
 def _repeats(layers: tuple[LayerKind, ...], width: int) -> int:

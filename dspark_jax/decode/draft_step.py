@@ -58,9 +58,7 @@ def draft_step(
         shaped = shaped_logits(raw, rows.sampling, positions, slot, state.counts, drafted)
         if options.greedy_drafts:
             shaped = only_the_best(shaped)
-        token = draw(shaped, rows.sampling, positions, *noise)
-        own = jnp.take_along_axis(shaped, token[:, None], axis=1)[:, 0]
-        return token, own - jax.nn.logsumexp(shaped, axis=-1)
+        return draw(shaped, rows.sampling, positions, *noise), shaped
 
     proposal = propose(
         params.draft,
@@ -79,7 +77,7 @@ def draft_step(
     pending = Proposals(
         lens=pending.lens.at[at].set(drafts, mode="drop"),
         tokens=pending.tokens.at[at].set(proposal.tokens, mode="drop"),
-        logits=pending.logits.at[at].set(proposal.logits, mode="drop"),
+        shaped=pending.shaped.at[at].set(proposal.shaped, mode="drop"),
         logprobs=pending.logprobs.at[at].set(proposal.logprobs, mode="drop"),
         confidences=pending.confidences.at[at].set(proposal.confidences, mode="drop"),
     )

@@ -18,7 +18,7 @@ class Proposals:
 
     lens: jax.Array  # [slots] int32, G or 0 where nothing was drafted
     tokens: jax.Array  # [slots, G] int32
-    logits: jax.Array  # [slots, G, V] float32, corrected by the Markov head, before temperature
+    shaped: jax.Array  # [slots, G, V] float32, logits whose softmax each token was drawn from
     logprobs: jax.Array  # [slots, G] float32, log q of each token under the request's own sampling
     confidences: jax.Array  # [slots, G] float32, conditional
 
@@ -64,7 +64,7 @@ def init_state(
         proposals = Proposals(
             lens=jnp.zeros(slots, jnp.int32),
             tokens=jnp.zeros((slots, g), jnp.int32),
-            logits=jnp.zeros((slots, g, v), jnp.float32),
+            shaped=jnp.zeros((slots, g, v), jnp.float32),
             logprobs=jnp.zeros((slots, g), jnp.float32),
             confidences=jnp.ones((slots, g), jnp.float32),
         )

@@ -19,7 +19,7 @@ from dspark_jax.decode.allocate import allocate
 from dspark_jax.decode.packing import PackedPlan, Rows, unpack_rows
 from dspark_jax.decode.plan import RowFinish
 from dspark_jax.decode.sampling import Stream, draw
-from dspark_jax.decode.shaping import only_the_best, shaped_logits
+from dspark_jax.decode.shaping import shaped_logits
 from dspark_jax.decode.state import DecodeState, TokenCounts
 from dspark_jax.decode.verify import (
     LogitRows,
@@ -55,7 +55,6 @@ class StepOptions:
     tokens: int  # T, flat tokens
     logit_rows: int  # C, tokens whose logits are computed
     method: Method
-    greedy_drafts: bool  # the drafter proposes its arg-max whatever the request's temperature
     dispatch: Dispatch
 
 
@@ -225,20 +224,13 @@ def _verify(
     if options.method is Method.COUPLED:
         return verify_coupled(shaped, tokens, where, rows.sampling, picked.row_of)
 
-    def draft_shaped(k: jax.Array) -> jax.Array:
-        before = jnp.where(jnp.arange(tokens.shape[1]) < k[:, None], tokens, -1)
-        shaped = shaped_logits(
-            proposals.logits[slots, k],
-            rows.sampling,
-            where.positions + 1 + k,
-            slots,
-            state.counts,
-            before,
-        )
-        return only_the_best(shaped) if options.greedy_drafts else shaped
-
     return verify_standard(
-        shaped, tokens, proposals.logprobs[slots], draft_shaped, where, rows.sampling
+        shaped,
+        tokens,
+        proposals.logprobs[slots],
+        lambda k: proposals.shaped[slots, k],
+        where,
+        rows.sampling,
     )
 
 
@@ -391,36 +383,36 @@ def _outputs(
     owner = jnp.minimum(picked.row_of, slots.shape[0] - 1)
     is_prompt = (picked.row_of < slots.shape[0]) & rows.wants_prompt_logprobs[owner]
     prompt_row = jnp.nonzero(is_prompt, size=raw.shape[0], fill_value=0)[0]
+    wanted = jnp.any(rows.wants_logprobs | rows.wants_prompt_logprobs)
+    norm, top_ids, top = _best_logprobs(raw, wanted)
+
+    def describe(row: jax.Array, chosen: jax.Array) -> DeviceLogprobs:
+        return DeviceLogprobs(
+            chosen=raw[row, chosen] - norm[row], top_ids=top_ids[row], top=top[row]
+        )
+
     return DeviceOutputs(
         ints=jnp.concatenate([tokens, summary], axis=1).astype(jnp.int32),
-        logprobs=_logprobs(raw, drawn_row, tokens.reshape(-1), jnp.any(rows.wants_logprobs)),
-        prompt_logprobs=_logprobs(
-            raw, prompt_row, follower[fed][prompt_row], jnp.any(rows.wants_prompt_logprobs)
-        ),
+        logprobs=describe(drawn_row, tokens.reshape(-1)),
+        prompt_logprobs=describe(prompt_row, follower[fed][prompt_row]),
     )
 
 
-def _logprobs(
-    raw: jax.Array, row: jax.Array, chosen: jax.Array, wanted: jax.Array
-) -> DeviceLogprobs:
-    """Log-probabilities of `chosen` [N] and the best alternatives in logit rows `row` [N], where wanted."""
-    width = min(MAX_LOGPROBS, raw.shape[1])
+def _best_logprobs(raw: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-sum-exp [C] of raw logits [C, V], their best ids [C, 20] and log-probabilities; zeros if unwanted."""
+    count, width = raw.shape[0], min(MAX_LOGPROBS, raw.shape[1])
 
-    def compute(raw: jax.Array) -> DeviceLogprobs:
+    def compute(raw: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         norm = jax.nn.logsumexp(raw, axis=-1)
         top, top_ids = jax.lax.top_k(raw, width)
-        return DeviceLogprobs(
-            chosen=raw[row, chosen] - norm[row],
-            top_ids=top_ids[row].astype(jnp.int32),
-            top=(top - norm[:, None])[row],
-        )
+        return norm, top_ids.astype(jnp.int32), top - norm[:, None]
 
-    def skip(raw: jax.Array) -> DeviceLogprobs:
-        count = row.shape[0]
-        return DeviceLogprobs(
-            chosen=jnp.zeros(count, jnp.float32),
-            top_ids=jnp.zeros((count, width), jnp.int32),
-            top=jnp.zeros((count, width), jnp.float32),
+    def skip(raw: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        shape = (count, width)
+        return (
+            jnp.zeros(count, jnp.float32),
+            jnp.zeros(shape, jnp.int32),
+            jnp.zeros(shape, jnp.float32),
         )
 
     return jax.lax.cond(wanted, compute, skip, raw)

@@ -7,6 +7,7 @@ after the anchor. All rows are shaped by the request's own sampling parameters, 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -50,7 +51,7 @@ def verify_standard(
     target: jax.Array,
     draft_tokens: jax.Array,
     draft_logprobs: jax.Array,
-    draft_shaped: jax.Array,
+    draft_shaped: Callable[[jax.Array], jax.Array],
     where: LogitRows,
     rows: SamplingRows,
 ) -> Verdict:
@@ -58,13 +59,11 @@ def verify_standard(
 
     Args:
       target: float32 [C, V] shaped target logits. draft_tokens: int32 [R, G].
-      draft_logprobs: float32 [R, G], log q(x). draft_shaped: callable int32 [R] -> float32 [R, V], the shaped
-        draft logits of one position per request (only the first rejected one is ever looked at).
+      draft_logprobs: float32 [R, G], log q(x). draft_shaped: int32 [R] -> float32 [R, V], the shaped draft logits
+        of one drafted position per request (only the first rejected one is ever looked at).
     """
-    row = where.base[:, None] + jnp.arange(
-        draft_tokens.shape[1]
-    )  # [R, G] row that judges each draft
-    row = jnp.minimum(row, target.shape[0] - 1)
+    # [R, G] row that judges each draft
+    row = jnp.minimum(where.base[:, None] + jnp.arange(draft_tokens.shape[1]), target.shape[0] - 1)
     log_norm = jax.nn.logsumexp(target, axis=-1)
     log_p = target[row, draft_tokens] - log_norm[row]
     best = jnp.argmax(target, axis=-1)

@@ -17,7 +17,8 @@ from dspark_jax.model.layers import rms_norm
 from dspark_jax.model.params import Params
 from dspark_jax.model.transformer import logits
 
-# (logits [R, V], position of the token [R], tokens drafted so far [R, G] with -1 ahead) -> token, log q(token)
+# (corrected logits [R, V], position of the token [R], tokens drafted so far [R, G] with -1 ahead)
+# -> token int32 [R], the shaped logits float32 [R, V] that it was drawn from
 Chooser = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -25,8 +26,10 @@ class Proposal(NamedTuple):
     """G drafted tokens for each of R requests."""
 
     tokens: jax.Array  # [R, G] int32
-    logits: jax.Array  # [R, G, V] float32, corrected, before sampling parameters
-    logprobs: jax.Array  # [R, G] float32, log q of each token as it was drawn
+    shaped: (
+        jax.Array
+    )  # [R, G, V] float32, logits of the distributions q that the tokens were drawn from
+    logprobs: jax.Array  # [R, G] float32, log q of each token
     confidences: jax.Array  # [R, G] float32, conditional and calibrated
 
 
@@ -65,17 +68,17 @@ def propose(
     def draw_one(carry, k):
         previous, drafted = carry
         corrected = base[:, k] + transition_logits(params, previous)
-        token, logprob = choose(corrected, positions + 1 + k, drafted)
-        return (token, drafted.at[:, k].set(token)), (corrected, logprob)
+        token, shaped = choose(corrected, positions + 1 + k, drafted)
+        return (token, drafted.at[:, k].set(token)), shaped
 
     nothing = jnp.full((anchors.shape[0], drafts), -1, jnp.int32)
-    (_, tokens), (corrected, logprobs) = jax.lax.scan(
-        draw_one, (anchors, nothing), jnp.arange(drafts)
-    )
+    (_, tokens), shaped = jax.lax.scan(draw_one, (anchors, nothing), jnp.arange(drafts))
+    shaped = jnp.moveaxis(shaped, 0, 1)
+    own = jnp.take_along_axis(shaped, tokens[..., None], axis=-1)[..., 0]
     before = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
     return Proposal(
         tokens=tokens,
-        logits=jnp.moveaxis(corrected, 0, 1),
-        logprobs=logprobs.T,
+        shaped=shaped,
+        logprobs=own - jax.nn.logsumexp(shaped, axis=-1),
         confidences=calibrate(params, confidence_logits(params, hidden, before)),
     )

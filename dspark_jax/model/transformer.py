@@ -1,7 +1,7 @@
 """The target over flat tokens: token ids to final hidden states, the drafter's features, and the step's rows.
 
-Layers are executed as few scans over repeating patterns (`ModelConfig.segments`). Weights and caches are read from
-whole stacks by layer index; the caches that a step writes are carries of the scan.
+Layers are executed as few scans over repeating patterns (`ModelConfig.attention_segments`). Weights and caches are
+read from whole stacks by layer index; the caches that a step writes are carries of the scan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from dspark_jax.config import AttentionKind, LayerKind, ModelConfig, RouterKind
+from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.model import attention as attn
 from dspark_jax.model import hyper, moe
@@ -77,9 +77,9 @@ def forward(
     tap_index[list(tap_layers)] = np.arange(len(tap_layers))
     kind_index = _index_within_kind(cfg)
 
-    collected: list[tuple[LayerKind, _Rows]] = []
+    collected: list[tuple[tuple[AttentionKind, ...], tuple[_Rows, ...]]] = []
     first = 0
-    for segment in cfg.segments:
+    for segment in cfg.attention_segments:
         width = len(segment.pattern)
 
         def repetition(carry, i, segment=segment, first=first, width=width):
@@ -124,7 +124,7 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
 def _layer(
     params: Params,
     cfg: ModelConfig,
-    kind: LayerKind,
+    kind: AttentionKind,
     carry: _Carry,
     cache: Cache,
     frame: attn.Frame,
@@ -133,21 +133,22 @@ def _layer(
 ) -> tuple[_Carry, _Rows]:
     """One layer. `layer` counts all layers, `own` the layers of the same attention kind."""
     block = _slice_block(params.blocks, layer)
-    with jax.named_scope(f"attention_{kind.attention.value}"):
+    with jax.named_scope(f"attention_{kind.value}"):
         mix = hyper.mix(carry.streams, block.hyper_attn, cfg)
         h = rms_norm(hyper.enter(carry.streams, mix), block.g_attn, cfg.rms_norm_eps)
-        out, carry, rows = _attention(
-            params, cfg, kind.attention, h, block, carry, cache, frame, layer, own
-        )
+        out, carry, rows = _attention(params, cfg, kind, h, block, carry, cache, frame, layer, own)
         streams = hyper.leave(carry.streams, out, mix)
     with jax.named_scope("experts"):
         mix = hyper.mix(streams, block.hyper_ffn, cfg)
         h = rms_norm(hyper.enter(streams, mix), block.g_ffn, cfg.rms_norm_eps)
         scores = moe.router_scores(h, block.w_router)
-        if kind.router is RouterKind.HASH:
-            expert_ids = params.tid2eid[layer, frame.batch.token_ids]
-        else:
-            expert_ids = moe.choose_by_score(scores, block.b_router, cfg)
+        expert_ids = moe.choose_by_score(scores, block.b_router, cfg)
+        if params.tid2eid is not None:
+            # A choice at run time: a scan of its own for the few hash layers would take as long to compile again.
+            table = params.tid2eid[
+                jnp.minimum(layer, cfg.num_hash_layers - 1), frame.batch.token_ids
+            ]
+            expert_ids = jnp.where(layer < cfg.num_hash_layers, table, expert_ids)
         weights = moe.expert_weights(scores, expert_ids, cfg)
         # Padding goes to no expert, so it costs a grouped kernel nothing.
         expert_ids = jnp.where(frame.batch.is_token[:, None], expert_ids, cfg.n_routed_experts)
@@ -246,11 +247,7 @@ def _stack_rows(cfg: ModelConfig, collected) -> StepRows:
     def gather(field: str, kind: AttentionKind | None) -> jax.Array | None:
         parts = []
         for pattern, rows in collected:
-            chosen = [
-                getattr(r, field)
-                for layer_kind, r in zip(pattern, rows)
-                if kind in (None, layer_kind.attention)
-            ]
+            chosen = [getattr(r, field) for own, r in zip(pattern, rows) if kind in (None, own)]
             if chosen:
                 # [count, in pattern, T, ...] flattened to layer order.
                 stacked = jnp.stack(chosen, axis=1)

@@ -109,7 +109,6 @@ class Executables:
             tokens=bucket,
             logit_rows=self.logit_rows(bucket),
             method=self._method,
-            greedy_drafts=self._greedy_drafts,
             dispatch=self._dispatch,
         )
         plan = PackedPlan(
