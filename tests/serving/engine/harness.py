@@ -127,6 +127,13 @@ async def collect(engine: Engine, request: Request, *, stop_after: int | None = 
     return outcome
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until `condition` holds."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 def check_ordinary(outcome: Outcome, request: Request, max_model_len: int) -> None:
     """The stream is token for token what ordinary decoding gives, and says why it ended."""
     tokens, reason = ordinary_output(request, max_model_len)

@@ -23,6 +23,7 @@ from tests.serving.engine.harness import (
     make_request,
     sample,
     serving,
+    until,
 )
 
 ENDLESS = dict(max_tokens=10**6, ignore_eos=True)
@@ -161,8 +162,7 @@ async def test_a_closed_stream_leaves_the_steps_at_once() -> None:
         other = asyncio.create_task(collect(engine, make_request("other", seed=1, **ENDLESS)))
         await collect(engine, make_request("leaver", seed=2, **ENDLESS), stop_after=5)
         num_plans = len(executor.plans)
-        while len(executor.plans) < num_plans + 4:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(executor.plans) >= num_plans + 4)
         # The step being planned while the stream was closed may still have it.
         for plan in executor.plans[num_plans + 1 :]:
             assert [row.seed for row in plan.rows] == [1]
@@ -241,8 +241,7 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
         tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
         await asyncio.sleep(0.005)
         stopping = asyncio.create_task(asyncio.to_thread(engine.shutdown))
-        while not engine.is_draining:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.is_draining)
         with pytest.raises(EngineUnavailable, match="shutting down"):
             await collect(engine, make_request("late"))
         for task, request in zip(tasks, requests):
