@@ -73,7 +73,11 @@ def gather(ref: Any, *index: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def scatter(ref: Any, *index: jax.Array, value: jax.Array, mask: jax.Array) -> None:
-    """Store `value`, cast to the dtype of `ref`, at broadcast index arrays where `mask` is true."""
+    """Store `value`, cast to the dtype of `ref`, at broadcast index arrays where `mask` is true.
+
+    No place may be named twice, by a masked lane either: interpreted, those write the old value back. Give such
+    lanes an index beyond the end.
+    """
     shape = jnp.broadcast_shapes(mask.shape, value.shape, *(jnp.shape(i) for i in index))
     where = tuple(jnp.broadcast_to(i, shape) for i in index)
     value = jnp.broadcast_to(value.astype(ref.dtype), shape)

@@ -43,6 +43,6 @@ def expert_mlp(
             w_down,
             layer=layer,
             limit=limit,
-            interpret=dispatch.interpret,
+            dispatch=dispatch,
         )
     return expert_mlp_reference(x, expert_ids, weights, w_gate_up, w_down, layer=layer, limit=limit)

@@ -1,0 +1,239 @@
+"""Triton kernels of `expert_mlp`: two grouped matrix products over tiles of assignments with one expert each.
+
+The first computes gate and up columns side by side and applies the clamped SwiGLU and the route weight; the second
+writes one row per assignment, and the k rows of a token are summed in a fixed order, so the result does not depend
+on scheduling. Column blocks run on the fastest grid axis: programs of a tile share its rows.
+
+Quantised weights become float16 with float32 sums. A byte of packed fp4 holds an even and an odd column, so
+activations are split into those two halves once and the weights need no shuffle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.expert_mlp.plan import make_plan
+from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, Weight
+from dspark_jax.kernels.triton import gather, scatter, triton_call
+from dspark_jax.kernels.weight_tile import (
+    operand,
+    operand_dtype,
+    power_of_two_factor,
+    product,
+    weight_arrays,
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Assignments by output columns by input columns of one tile, and the launch."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def default_tile(*, assignments: int, experts: int, plain: bool, capability: int) -> Tile:
+    """Tile for `assignments` over `experts` experts; `plain` weights are two bytes wide or more.
+
+    Measured on H200: up to about 12 rows per expert reading weights is all that counts; from 24 the matrix units
+    do. SM100 and SM103 start from the same sizes.
+    """
+    del capability
+    few = assignments <= 12 * experts
+    rows = 16 if few else 32 if assignments <= 24 * experts else 64
+    return Tile(
+        rows=rows,
+        columns=128,
+        depth=64 if plain else 128,
+        warps=4,
+        stages=4 if few else 3,
+    )
+
+
+def expert_mlp_pallas(
+    x,
+    expert_ids,
+    weights,
+    w_gate_up: Weight,
+    w_down: Weight,
+    *,
+    layer,
+    limit,
+    dispatch: Dispatch,
+    tile: Tile | None = None,
+) -> jax.Array:
+    """See `expert_mlp` for arguments and result; `tile` overrides the default sizes."""
+    tokens, k = expert_ids.shape
+    experts, width = w_gate_up.shape[1], w_gate_up.shape[2] // 2
+    model = x.shape[1]
+    tile = tile or default_tile(
+        assignments=tokens * k,
+        experts=experts,
+        plain=not isinstance(w_gate_up, Fp4Weight | Fp8Weight),
+        capability=dispatch.capability,
+    )
+    plan = make_plan(expert_ids, experts=experts, rows=tile.rows, dispatch=dispatch)
+    tiles = plan.counts.shape[0]
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    half = power_of_two_factor(width, tile.columns // 2)
+    halved = isinstance(w_down, Fp4Weight)
+    hidden_shape = (2, tokens * k, width // 2) if halved else (tokens * k, width)
+    hidden = triton_call(
+        partial(
+            _gate_up, tile=tile, half=half, k=k, limit=limit, halved=halved, interpret=dispatch.interpret
+        ),
+        *plan,
+        layer,
+        operand(x, w_gate_up),
+        weights.reshape(-1),
+        *weight_arrays(w_gate_up),
+        grid=(width // half, tiles),
+        out_shape=jax.ShapeDtypeStruct(hidden_shape, operand_dtype(w_down)),
+        name="expert_gate_up",
+        dispatch=dispatch,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    columns = power_of_two_factor(model, tile.columns)
+    rows = triton_call(
+        partial(_down, tile=tile, columns=columns, interpret=dispatch.interpret),
+        *plan,
+        layer,
+        hidden,
+        *weight_arrays(w_down),
+        grid=(model // columns, tiles),
+        out_shape=jax.ShapeDtypeStruct((tokens * k, model), jnp.float32),
+        name="expert_down",
+        dispatch=dispatch,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    # Rows of padding were never written.
+    is_real = (expert_ids < experts)[..., None]
+    return jnp.sum(jnp.where(is_real, rows.reshape(tokens, k, model), 0.0), axis=1)
+
+
+def _gate_up(
+    order: Any,
+    tile_experts: Any,
+    begins: Any,
+    counts: Any,
+    layer: Any,
+    x: Any,
+    route: Any,
+    *refs: Any,
+    tile: Tile,
+    half: int,
+    k: int,
+    limit: float,
+    halved: bool,
+    interpret: bool,
+) -> None:
+    """Body: `half` gate and as many up columns of one tile.
+
+    Plan refs; layer [1]; x [T, M] or [2, T, M/2]; route [A]; w_gate_up [L, E, 2F, M]; out hidden [A, F] or
+    [2, A, F/2] at sorted places.
+    """
+    *weight, hidden = refs
+    block, number = pl.program_id(0), pl.program_id(1)
+    count = counts[number]
+    width = hidden.shape[-1] * (2 if halved else 1)
+
+    @pl.when(count > 0)
+    def _():
+        lane = jnp.arange(tile.rows)
+        valid = lane < count
+        place = begins[number] + lane
+        assignment = gather(order, place, mask=valid)
+        token = assignment // k
+
+        # Columns of a block in the order in which they are stored: evens before odds if hidden is halved.
+        j = jnp.arange(2 * half)
+        within = j % half
+        if halved:
+            within = within % (half // 2) * 2 + within // (half // 2)
+        column = block * half + within + jnp.where(j < half, 0, width)
+
+        def load_x(*index):
+            *lead, channel = index
+            return gather(x, *lead, token[:, None], channel[None], mask=valid[:, None])
+
+        both = product(
+            load_x,
+            tuple(weight),
+            (layer[0], tile_experts[number]),
+            column,
+            rows=tile.rows,
+            inner=x.shape[-1] * (2 if len(x.shape) == 3 else 1),
+            depth=tile.depth,
+            interpret=interpret,
+        )
+        gate, up = lax.split(both.reshape(tile.rows, 2, half), (1, 1), axis=1)
+        gate = jnp.minimum(gate.reshape(tile.rows, half), limit)
+        up = jnp.clip(up.reshape(tile.rows, half), -limit, limit)
+        weight_of = gather(route, assignment, mask=valid)
+        value = gate / (1 + jnp.exp(-gate)) * up * weight_of[:, None]
+        out = jnp.arange(half)
+        if halved:
+            target = (block * (half // 2) + out % (half // 2))[None]
+            side = (out // (half // 2))[None]
+            scatter(hidden, side, place[:, None], target, value=value, mask=valid[:, None])
+        else:
+            target = (block * half + out)[None]
+            scatter(hidden, place[:, None], target, value=value, mask=valid[:, None])
+
+
+def _down(
+    order: Any,
+    tile_experts: Any,
+    begins: Any,
+    counts: Any,
+    layer: Any,
+    hidden: Any,
+    *refs: Any,
+    tile: Tile,
+    columns: int,
+    interpret: bool,
+) -> None:
+    """Body: `columns` output columns of one tile.
+
+    Plan refs; layer [1]; hidden as `_gate_up` wrote it; w_down [L, E, M, F]; out rows [A, M] by assignment.
+    """
+    *weight, rows = refs
+    block, number = pl.program_id(0), pl.program_id(1)
+    count = counts[number]
+
+    @pl.when(count > 0)
+    def _():
+        lane = jnp.arange(tile.rows)
+        valid = lane < count
+        place = begins[number] + lane
+        assignment = jnp.where(valid, gather(order, place, mask=valid), rows.shape[0])
+        column = block * columns + jnp.arange(columns)
+
+        def load_hidden(*index):
+            *lead, channel = index
+            return gather(hidden, *lead, place[:, None], channel[None], mask=valid[:, None])
+
+        value = product(
+            load_hidden,
+            tuple(weight),
+            (layer[0], tile_experts[number]),
+            column,
+            rows=tile.rows,
+            inner=hidden.shape[-1] * (2 if len(hidden.shape) == 3 else 1),
+            depth=tile.depth,
+            interpret=interpret,
+        )
+        scatter(rows, assignment[:, None], column[None], value=value, mask=valid[:, None])
