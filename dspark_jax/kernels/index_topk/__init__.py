@@ -43,7 +43,7 @@ def index_topk(
             slots=slots,
             counts=counts,
             k=k,
-            interpret=dispatch.interpret,
+            dispatch=dispatch,
         )
     return index_topk_reference(
         q,
