@@ -69,7 +69,8 @@ def gather(ref: Any, *index: jax.Array, mask: jax.Array) -> jax.Array:
     """
     shape = jnp.broadcast_shapes(mask.shape, *(jnp.shape(i) for i in index))
     where = tuple(jnp.broadcast_to(i, shape) for i in index)
-    return plt.load(ref.at[where], mask=jnp.broadcast_to(mask, shape), other=0)
+    zero = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
+    return plt.load(ref.at[where], mask=jnp.broadcast_to(mask, shape), other=zero)
 
 
 def scatter(ref: Any, *index: jax.Array, value: jax.Array, mask: jax.Array) -> None:

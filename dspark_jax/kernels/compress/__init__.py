@@ -41,7 +41,7 @@ def compress(
         from dspark_jax.kernels.compress.pallas_triton import compress_pallas
 
         run = compress_pallas
-        extra = {"interpret": dispatch.interpret}
+        extra = {"dispatch": dispatch}
     else:
         run, extra = compress_reference, {}
     return run(
