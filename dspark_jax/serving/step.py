@@ -26,15 +26,16 @@ _NON_FINITE_ERROR = "the model's logits were not finite"
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A dispatched step. `number` rises by one from step to step and is the serial of what it drafts."""
+    """A dispatched step. `number` rises by one from step to step and is the serial of what it drafts.
+
+    `slots` (int [R]) are those of the rows at dispatch: a sequence may have lost its slot when the step lands.
+    """
 
     number: int
     schedule: Schedule
     size: StepSize
     bucket: int
-    slots: (
-        np.ndarray
-    )  # int [R], as they were: a sequence may have lost its slot when the step lands
+    slots: np.ndarray
     pending: PendingStep
     dispatched_at: float
     planning_s: float
@@ -77,7 +78,6 @@ def land(step: StepInFlight, outputs: StepOutputs) -> Landing:
     """
     tokens, num_tokens = outputs.tokens.tolist(), outputs.num_tokens.tolist()
     finish, verify_lens = outputs.finish.tolist(), outputs.verify_lens.tolist()
-    stride = outputs.tokens.shape[1]
     chunks: list[tuple[Sequence, TokenChunk]] = []
     verified: list[tuple[int, int, int, int]] = []
     num_non_finite = 0
@@ -104,25 +104,43 @@ def land(step: StepInFlight, outputs: StepOutputs) -> Landing:
             sequence.stats.num_accepted_tokens += accepted
         reason = _REASONS[finish[index]]
         num_non_finite += finish[index] == RowFinish.NON_FINITE
-        if not token_ids and reason is None:
-            continue
-        logprobs = None
-        num_top = sequence.request.sampling.logprobs
-        if num_top is not None:
-            assert outputs.logprobs is not None
-            logprobs = token_logprobs(outputs.logprobs, index * stride, token_ids, num_top)
-        chunk = TokenChunk(
-            tuple(token_ids),
-            finish_reason=reason,
-            stop_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
-            error=_NON_FINITE_ERROR if reason is FinishReason.ERROR else None,
-            logprobs=logprobs,
-            prompt_logprobs=_scored_prompt(sequence) if is_first else None,
-            speculation=None if reason is None else sequence.stats,
-        )
-        chunks.append((sequence, chunk))
+        if token_ids or reason is not None:
+            logprobs = _output_logprobs(sequence, outputs, index, token_ids)
+            chunks.append((sequence, _chunk(sequence, token_ids, reason, logprobs, is_first)))
     columns = np.array(verified, np.int64).reshape(-1, 4)
     return Landing(chunks, columns[:, 0].tolist(), *columns[:, 1:].T, num_non_finite=num_non_finite)
+
+
+def _chunk(
+    sequence: Sequence,
+    token_ids: list[int],
+    reason: FinishReason | None,
+    logprobs: tuple[TokenLogprob, ...] | None,
+    is_first: bool,
+) -> TokenChunk:
+    prompt_logprobs = None
+    if is_first and sequence.prompt_logprobs is not None:
+        prompt_logprobs = tuple(sequence.prompt_logprobs)
+    return TokenChunk(
+        tuple(token_ids),
+        finish_reason=reason,
+        stop_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
+        error=_NON_FINITE_ERROR if reason is FinishReason.ERROR else None,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        speculation=None if reason is None else sequence.stats,
+    )
+
+
+def _output_logprobs(
+    sequence: Sequence, outputs: StepOutputs, index: int, token_ids: list[int]
+) -> tuple[TokenLogprob, ...] | None:
+    num_top = sequence.request.sampling.logprobs
+    if num_top is None:
+        return None
+    assert outputs.logprobs is not None
+    first_row = index * outputs.tokens.shape[1]
+    return token_logprobs(outputs.logprobs, first_row, token_ids, num_top)
 
 
 def _score_prompt(scheduled: ScheduledRow, logprobs: Logprobs, first_row: int) -> None:
@@ -136,7 +154,3 @@ def _score_prompt(scheduled: ScheduledRow, logprobs: Logprobs, first_row: int) -
     followers = scheduled.row.prompt_ids[1:].tolist()
     start = scheduled.row.start + 1
     scores[start : start + len(followers)] = token_logprobs(logprobs, first_row, followers, num_top)
-
-
-def _scored_prompt(sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-    return None if sequence.prompt_logprobs is None else tuple(sequence.prompt_logprobs)

@@ -355,7 +355,8 @@ async def test_requests_of_a_closed_event_loop_are_dropped() -> None:
 async def test_counts_of_the_request_and_of_the_metrics_agree() -> None:
     metrics = Metrics("fake")
     requests = [make_request(f"r{i}", seed=i, max_tokens=30, ignore_eos=True) for i in range(4)]
-    async with serving(FakeExecutor(agreement=0.7), metrics=metrics) as engine:
+    executor = FakeExecutor(agreement=0.7)
+    async with serving(executor, metrics=metrics) as engine:
         outcomes = await asyncio.gather(*(collect(engine, request) for request in requests))
     stats = [outcome.last.speculation for outcome in outcomes]
     assert all(s is not None for s in stats)
@@ -373,6 +374,8 @@ async def test_counts_of_the_request_and_of_the_metrics_agree() -> None:
         # One token from the prompt's row, and one of each verification besides the accepted drafts.
         assert len(outcome.tokens) >= 1 + s.num_drafts + s.num_accepted_tokens
         assert s.num_accepted_tokens <= s.num_admitted_tokens <= s.num_draft_tokens
+    assert sample(metrics.registry, "dspark:host_time_seconds_count") == len(executor.plans)
+    assert sample(metrics.registry, "dspark:host_time_seconds_sum") > 0
 
 
 async def test_accepted_drafts_shorten_the_run() -> None:
