@@ -20,7 +20,7 @@ class CalibrationError:
     def update(self, confidences: np.ndarray, admitted: np.ndarray, accepted: np.ndarray) -> None:
         """Add verified proposals: conditional `confidences` float [N, G], counts int [N]."""
         position = np.arange(confidences.shape[1])
-        # The position after the last accepted one was tried and rejected, unless it was not admitted.
+        # The position after the last accepted one was tried, too, if it was admitted.
         tried = (position <= accepted[:, None]) & (position < admitted[:, None])
         confidence = np.clip(confidences[tried], 0.0, 1.0)
         hit = np.broadcast_to(position < accepted[:, None], tried.shape)[tried]

@@ -109,7 +109,7 @@ class ServeConfig:
     """Drafting and verification, for example
     {"method": "dspark", "enable_adaptive_verification": true}; ordinary decoding if left out."""
     max_capture_tokens: int | None = None
-    """Tokens up to which step sizes are fine-grained; default: (draft length + 1) x max_num_seqs."""
+    """Tokens up to which step sizes are fine; default: (draft length + 1) x max_num_seqs."""
     compilation_config: Annotated[
         int | None,
         tyro.conf.arg(help='Same as --max-capture-tokens: {"max_cudagraph_capture_size": N}.'),

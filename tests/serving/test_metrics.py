@@ -97,7 +97,7 @@ def test_calibration_error_of_hand_counted_bins():
     error = CalibrationError(num_bins=2)
     assert error.value == 0
     confidences = np.array([[0.8, 0.2], [0.6, 0.9]])
-    # Row 0: both tried, the second rejected. Row 1: the first rejected, so the second was not tried.
+    # Row 0: both tried, the second rejected. Row 1: the first rejected, the second not tried.
     error.update(confidences, admitted=np.array([2, 2]), accepted=np.array([1, 0]))
     # Bin over 0.5: 0.8 accepted, 0.6 rejected; bin under: 0.2 rejected.
     assert error.value == pytest.approx(abs(0.8 + 0.6 - 1) / 3 + 0.2 / 3)
