@@ -23,6 +23,9 @@ from dspark_jax.kernels.dispatch import Dispatch
 
 Program = Callable[..., Any]
 
+# Prompt tokens whose log-probabilities one step can give, however few slots there are.
+_SCORED_CHUNK = 256
+
 
 def enable_compilation_cache(folder: Path) -> None:
     """Keep every compiled program of this process in `folder`, so that the next start only loads them."""
@@ -79,8 +82,8 @@ class Executables:
         return min(bucket, self._num_slots)
 
     def logit_rows(self, bucket: int) -> int:
-        """Logit rows of a token bucket: all tokens, up to a full draft of every slot."""
-        return min(bucket, (self.draft_len + 1) * self._num_slots)
+        """Logit rows of a token bucket: all tokens, up to a full draft of every slot or a scored prompt chunk."""
+        return min(bucket, max((self.draft_len + 1) * self._num_slots, _SCORED_CHUNK))
 
     def compile(self, params: ModelParams, state: DecodeState, *, progress: bool) -> None:
         """Compile everything for arrays like these, largest first, in as many threads as there are cores."""

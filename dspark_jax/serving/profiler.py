@@ -96,7 +96,7 @@ def build_cost_table(executor: Executor, settings: ProfileSettings) -> CostTable
         curves,
         max_tokens=executor.buckets[-1],
         max_requests=executor.num_slots,
-        correction=LiveCorrection(executor.buckets) if settings.correct_live else None,
+        correction=LiveCorrection(executor.buckets, executor.buckets[-1]) if settings.correct_live else None,
     )
 
 
