@@ -55,6 +55,9 @@ def draft_step(
         noise = (Stream.TARGET, None)
 
     def choose(raw: jax.Array, positions: jax.Array, drafted: jax.Array):
+        # Any distribution is exact if it is the one drawn from; one of NaN is none.
+        usable = jnp.all(jnp.isfinite(raw), axis=-1, keepdims=True)
+        raw = jnp.where(usable, raw, 0.0)
         shaped = shaped_logits(raw, rows.sampling, positions, slot, state.counts, drafted)
         if options.greedy_drafts:
             shaped = only_the_best(shaped)

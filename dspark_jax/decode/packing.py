@@ -131,7 +131,8 @@ def unpack_rows(packed: PackedRows) -> Rows:
         limit=count("limit"),
         prompt_len=count("prompt_len"),
         wants_logprobs=count("wants_logprobs") == 1,
-        wants_prompt_logprobs=count("wants_prompt_logprobs") == 1,
+        # A decode row has no prompt tokens to describe.
+        wants_prompt_logprobs=(count("wants_prompt_logprobs") == 1) & (count("num_prompt") > 0),
         sampling=SamplingRows(
             **{name: floats[:, i] for name, i in _FLOAT.items()},
             top_k=count("top_k"),

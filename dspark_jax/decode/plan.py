@@ -95,5 +95,5 @@ class StepOutputs:
     logprobs: Logprobs | None  # rows r * (G + 1) + j describe tokens[r, j]
     prompt_logprobs: (
         Logprobs | None
-    )  # one row per fed prompt token of rows that want them, in order;
-    # describes the token after it (the row's next prompt id; for the last fed token of the last chunk unused)
+    )  # one row per fed prompt token of rows that want them, in order; it describes the token fed after it,
+    # so the last row of a chunk is unused: the next chunk feeds that token again
