@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,22 +16,21 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.decode.draft_step import DraftOptions, draft_step
 from dspark_jax.decode.packing import NUM_FLOATS, NUM_INTS, PackedPlan, PackedRows
 from dspark_jax.decode.state import DecodeState
-from dspark_jax.decode.step import ModelParams, StepOptions, verify_step
+from dspark_jax.decode.step import (
+    DeviceLogprobs,
+    DeviceOutputs,
+    ModelParams,
+    StepOptions,
+    verify_step,
+)
 from dspark_jax.decode.verify import Method
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.serving.program_store import ProgramStore
 
 Program = Callable[..., Any]
 
 # Prompt tokens whose log-probabilities one step can give, however few slots there are.
 _SCORED_CHUNK = 256
-
-
-def enable_compilation_cache(folder: Path) -> None:
-    """Keep every compiled program of this process in `folder`, so that the next start only loads them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class Executables:
@@ -49,6 +47,7 @@ class Executables:
         method: Method,
         greedy_drafts: bool,
         dispatch: Dispatch,
+        store: ProgramStore,
     ) -> None:
         """
         Args:
@@ -60,6 +59,7 @@ class Executables:
             method: how drafts are tested.
             greedy_drafts: draft the most likely tokens whatever the temperature.
             dispatch: implementation of the kernels.
+            store: where programs are kept between starts.
         """
         self._cfg = cfg
         self._token_buckets = tuple(token_buckets)
@@ -69,6 +69,7 @@ class Executables:
         self._method = method
         self._greedy_drafts = greedy_drafts
         self._dispatch = dispatch
+        self._store = store
         self.verify: dict[int, Program] = {}
         self.draft: dict[int, Program] = {}
 
@@ -86,27 +87,25 @@ class Executables:
         return min(bucket, max((self.draft_len + 1) * self._num_slots, _SCORED_CHUNK))
 
     def compile(self, params: ModelParams, state: DecodeState, *, progress: bool) -> None:
-        """Compile everything for arrays like these, largest first, in as many threads as there are cores."""
-        abstract = partial(jax.tree.map, _abstract)
-        params, state = abstract(params), abstract(state)
-        jobs = [(self.verify, b, self._lower_verify) for b in self._token_buckets]
-        jobs += [(self.draft, b, self._lower_draft) for b in self._row_buckets]
+        """Load or compile everything for arrays like these, largest first, one thread per core."""
+        params, state = jax.tree.map(_abstract, (params, state))
+        jobs = [(self.verify, b, self._verify_program) for b in self._token_buckets]
+        jobs += [(self.draft, b, self._draft_program) for b in self._row_buckets]
         jobs.sort(key=lambda job: -job[1])
 
-        def run(job: tuple[dict[int, Program], int, Callable[..., Any]]) -> None:
-            programs, bucket, lower = job
-            programs[bucket] = lower(params, state, bucket).compile()
+        def run(job: tuple[dict[int, Program], int, Callable[..., Program]]) -> None:
+            programs, bucket, build = job
+            programs[bucket] = build(params, state, bucket)
             bar.update()
 
-        threads = os.cpu_count() or 1
         with (
             tqdm(total=len(jobs), unit="program", desc="compiling", disable=not progress) as bar,
-            ThreadPoolExecutor(threads) as pool,
+            ThreadPoolExecutor(os.cpu_count() or 1) as pool,
         ):
             for done in [pool.submit(run, job) for job in jobs]:
                 done.result()
 
-    def _lower_verify(self, params: Any, state: Any, bucket: int) -> Any:
+    def _verify_program(self, params: Any, state: Any, bucket: int) -> Program:
         options = StepOptions(
             rows=self.rows(bucket),
             tokens=bucket,
@@ -120,15 +119,26 @@ class Executables:
             budget=jax.ShapeDtypeStruct((), jnp.int32),
             page_table=jax.ShapeDtypeStruct((self._num_slots, self._max_pages), jnp.int32),
         )
-        traced = partial(verify_step, cfg=self._cfg, options=options)
-        return jax.jit(traced, donate_argnums=1).lower(params, state, plan)
+        step = partial(verify_step, cfg=self._cfg, options=options)
+        logprobs = DeviceLogprobs(chosen=0, top_ids=0, top=0)
+        results = (state, DeviceOutputs(ints=0, logprobs=logprobs, prompt_logprobs=logprobs))
+        return self._build(f"verify {options}", step, (params, state, plan), results)
 
-    def _lower_draft(self, params: Any, state: Any, bucket: int) -> Any:
+    def _draft_program(self, params: Any, state: Any, bucket: int) -> Program:
         options = DraftOptions(
             method=self._method, greedy_drafts=self._greedy_drafts, dispatch=self._dispatch
         )
-        traced = partial(draft_step, cfg=self._cfg, options=options)
-        return jax.jit(traced, donate_argnums=1).lower(params, state, _abstract_rows(bucket))
+        step = partial(draft_step, cfg=self._cfg, options=options)
+        arguments = (params, state, _abstract_rows(bucket))
+        return self._build(f"draft {options}", step, arguments, (state, 0))
+
+    def _build(self, key: str, step: Program, arguments: tuple[Any, ...], results: Any) -> Program:
+        return self._store.load_or_compile(
+            f"{self._cfg}\n{key}",
+            arguments,
+            results,
+            lambda: jax.jit(step, donate_argnums=1).lower(*arguments).compile(),
+        )
 
 
 def _abstract_rows(rows: int) -> PackedRows:

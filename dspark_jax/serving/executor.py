@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +23,9 @@ from dspark_jax.kernels.dispatch import default_dispatch
 from dspark_jax.model.cache import PageGeometry, page_tokens
 from dspark_jax.serving.buckets import bucket_for, default_ladder, token_buckets
 from dspark_jax.serving.config import FlagError, ServeConfig
-from dspark_jax.serving.executables import Executables, enable_compilation_cache
+from dspark_jax.serving.executables import Executables
 from dspark_jax.serving.profiler import ProfileSettings, build_cost_table
-
-logger = logging.getLogger(__name__)
+from dspark_jax.serving.program_store import ProgramStore
 
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 # On a CPU there is no telling what else needs memory: the cache takes at most this.
@@ -121,7 +119,6 @@ class Executor:
         model_config = load_config(config.model_folder)
         config.check(model_config)
         cache_dir = config.compilation_cache_dir or default_cache_dir()
-        enable_compilation_cache(cache_dir / "programs")
         speculative = config.speculative_config
         dispatch = default_dispatch()
         on_gpu = jax.default_backend() == "gpu"
@@ -163,6 +160,7 @@ class Executor:
             method=Method(speculative.rejection_sample_method if speculative else "standard"),
             greedy_drafts=speculative is not None and speculative.draft_sample_method == "greedy",
             dispatch=dispatch,
+            store=ProgramStore(cache_dir / "programs"),
         )
         profile = None
         if speculative is not None and speculative.enable_adaptive_verification:
