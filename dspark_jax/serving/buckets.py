@@ -6,9 +6,9 @@ import bisect
 from collections.abc import Sequence
 from typing import Literal
 
-from dspark_jax.serving.config import FlagError
+from dspark_jax.serving.flag_error import FlagError
 
-Ladder = Literal["default", "vllm"]
+Ladder = Literal["default", "doubling", "vllm"]
 
 # Steps of an eighth to a quarter of the size: a compilation costs minutes at full size, padding a few per cent.
 _STRIDES = ((8, 64), (16, 128), (32, 256), (64, 512), (128, 1024), (256, 2048))
@@ -18,6 +18,11 @@ _VLLM_STRIDES = ((8, 248), (16, 1024))
 def default_ladder(max_tokens: int) -> tuple[int, ...]:
     """1, 2, 4, multiples of 8 to 64, of 16 to 128 and so on to 2048, then doublings, up to `max_tokens`."""
     return _ladder(_STRIDES, max_tokens)
+
+
+def doubling_ladder(max_tokens: int) -> tuple[int, ...]:
+    """Powers of two up to `max_tokens`: few programs, for hosts where compiling costs more than padding."""
+    return _ladder((), max_tokens)
 
 
 def vllm_ladder(max_tokens: int) -> tuple[int, ...]:
@@ -33,6 +38,14 @@ def _ladder(strides: Sequence[tuple[int, int]], max_tokens: int) -> tuple[int, .
     while sizes[-1] < max_tokens:
         sizes.append(2 * sizes[-1])
     return (*(size for size in sizes if size < max_tokens), max_tokens)
+
+
+_LADDERS = {"default": default_ladder, "doubling": doubling_ladder, "vllm": vllm_ladder}
+
+
+def row_buckets(max_num_seqs: int, ladder: Ladder = "default") -> tuple[int, ...]:
+    """Request counts that the drafting half is compiled for, increasing up to `max_num_seqs`."""
+    return _LADDERS[ladder](max_num_seqs)
 
 
 def token_buckets(
@@ -68,7 +81,7 @@ def token_buckets(
             f"raise it to at least {draft_len + 1}"
         )
     fine_limit = min(max_capture_tokens, max_num_batched_tokens)
-    sizes = list({"default": default_ladder, "vllm": vllm_ladder}[ladder](fine_limit))
+    sizes = list(_LADDERS[ladder](fine_limit))
     while 2 * sizes[-1] < max_num_batched_tokens:
         sizes.append(2 * sizes[-1])
     if sizes[-1] < max_num_batched_tokens:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
 from dspark_jax.config import ConfigError, ModelConfig
+from dspark_jax.serving.buckets import Ladder
+from dspark_jax.serving.flag_error import FlagError
 from dspark_jax.serving.speculative_config import (
     SpeculativeConfig,
     json_object,
@@ -46,13 +48,6 @@ _ALIASES = {
 }
 
 
-class FlagError(Exception):
-    """A flag that cannot be honoured; the message is one line and names the remedy.
-
-    Not a `ValueError`, which tyro would catch and print in a box of its own.
-    """
-
-
 def _max_capture_size(text: str) -> int | None:
     values = json_object(text)
     unknown = sorted(set(values) - {"max_cudagraph_capture_size"})
@@ -80,6 +75,14 @@ def _json_flag(flag: str, parse: Callable[[str], Any], to_text: Callable[[Any], 
     )
 
 
+class DeviceLimits(NamedTuple):
+    """How large the steps of a server are."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    bucket_ladder: Ladder
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """OpenAI-compatible server for DeepSeek-V4 with DSpark drafting and adaptive verification."""
@@ -96,10 +99,10 @@ class ServeConfig:
     """Key that clients must send as a bearer token; default: the variable DSPARK_API_KEY."""
     max_model_len: int | None = None
     """Most tokens of a request, prompt and output; default: the checkpoint's."""
-    max_num_seqs: int = 128
-    """Most requests in one step."""
-    max_num_batched_tokens: int = 2048
-    """Most tokens in one step."""
+    max_num_seqs: int | None = None
+    """Most requests in one step; default 256 on a GPU, 64 on a CPU."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens in one step; default 2048 on a GPU, 512 on a CPU."""
     seed: int = 0
     """Seed from which requests without one draw theirs."""
     speculative_config: Annotated[
@@ -115,8 +118,9 @@ class ServeConfig:
         tyro.conf.arg(help='Same as --max-capture-tokens: {"max_cudagraph_capture_size": N}.'),
         _json_flag("--compilation-config", _max_capture_size, str),
     ] = None
-    bucket_ladder: Literal["default", "vllm"] = "default"
-    """Step sizes that are compiled."""
+    bucket_ladder: Literal["auto", "default", "doubling", "vllm"] = "auto"
+    """Step sizes that are compiled: default is fine-grained, doubling has few; auto is default on a GPU and
+    doubling on a CPU."""
     profile_context_len: int | None = None
     """Synthetic context of the cost profile; default 8192, or the variable
     DSPARK_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN."""
@@ -152,7 +156,8 @@ class ServeConfig:
             raise FlagError("--served-model-name must not be empty")
         if self.api_key == "":
             raise FlagError("--api-key must not be empty; leave it out to serve without a key")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
             raise FlagError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} cannot hold one token of "
                 f"each of --max-num-seqs {self.max_num_seqs}; raise the former or lower the latter"
@@ -173,6 +178,20 @@ class ServeConfig:
     def capture_tokens(self) -> int | None:
         """Tokens up to which the ladder is fine, from either flag; None for the default."""
         return self.max_capture_tokens or self.compilation_config
+
+    def for_device(self, *, on_gpu: bool) -> DeviceLimits:
+        """The limits of a step, with the device's defaults where no flag was given."""
+        seqs, tokens = (256, 2048) if on_gpu else (64, 512)
+        if self.max_num_batched_tokens is not None:
+            tokens = self.max_num_batched_tokens
+            seqs = min(seqs, tokens)
+        if self.max_num_seqs is not None:
+            seqs = self.max_num_seqs
+            tokens = max(tokens, seqs)
+        ladder = self.bucket_ladder
+        if ladder == "auto":
+            ladder = "default" if on_gpu else "doubling"
+        return DeviceLimits(seqs, tokens, ladder)
 
     def check(self, model: ModelConfig) -> None:
         """Refuse, with the remedy, what `model` cannot do; needs no weights.
@@ -204,7 +223,8 @@ class ServeConfig:
             value = getattr(speculative, name)
             if value is not None and value > block_size:
                 raise FlagError(f"{name} {value} exceeds the draft length {block_size}")
-        if self.max_num_batched_tokens < block_size + 1:
+        most = self.max_num_batched_tokens
+        if most is not None and most < block_size + 1:
             raise FlagError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} cannot hold one request's "
                 f"{block_size} drafts and its own token; use at least {block_size + 1}"

@@ -63,7 +63,7 @@ class Executables:
         """
         self._cfg = cfg
         self._token_buckets = tuple(token_buckets)
-        self._row_buckets = tuple(row_buckets)
+        self.row_buckets = tuple(row_buckets)
         self._num_slots = num_slots
         self._max_pages = max_pages
         self._method = method
@@ -76,7 +76,7 @@ class Executables:
     @property
     def draft_len(self) -> int:
         """Tokens per proposal, 0 without a drafter."""
-        return self._cfg.draft.block_size if self._cfg.draft and self._row_buckets else 0
+        return self._cfg.draft.block_size if self._cfg.draft and self.row_buckets else 0
 
     def rows(self, bucket: int) -> int:
         """Request rows of a token bucket."""
@@ -90,7 +90,7 @@ class Executables:
         """Load or compile everything for arrays like these, largest first, one thread per core."""
         params, state = jax.tree.map(_abstract, (params, state))
         jobs = [(self.verify, b, self._verify_program) for b in self._token_buckets]
-        jobs += [(self.draft, b, self._draft_program) for b in self._row_buckets]
+        jobs += [(self.draft, b, self._draft_program) for b in self.row_buckets]
         jobs.sort(key=lambda job: -job[1])
 
         def run(job: tuple[dict[int, Program], int, Callable[..., Program]]) -> None:

@@ -21,9 +21,10 @@ from dspark_jax.decode.step import DeviceLogprobs, ModelParams
 from dspark_jax.decode.verify import Method
 from dspark_jax.kernels.dispatch import default_dispatch
 from dspark_jax.model.cache import PageGeometry, page_tokens
-from dspark_jax.serving.buckets import bucket_for, default_ladder, token_buckets
-from dspark_jax.serving.config import FlagError, ServeConfig
+from dspark_jax.serving.buckets import bucket_for, row_buckets, token_buckets
+from dspark_jax.serving.config import ServeConfig
 from dspark_jax.serving.executables import Executables
+from dspark_jax.serving.flag_error import FlagError
 from dspark_jax.serving.profiler import ProfileSettings, build_cost_table
 from dspark_jax.serving.program_store import ProgramStore
 
@@ -99,7 +100,6 @@ class Executor:
         self.num_slots = num_slots
         self.max_model_len = max_model_len
         self.buckets = buckets
-        self.row_buckets = default_ladder(num_slots)
         self.num_pages = geometry.pages
         self.page_size = geometry.tokens
         self.max_pages = geometry.max_pages
@@ -132,20 +132,21 @@ class Executor:
             draft=speculative is not None,
             progress=True,
         )
+        limits = config.for_device(on_gpu=on_gpu)
         draft_len = model_config.draft.block_size if model_config.draft else 0
         max_model_len = config.max_model_len or model_config.max_position_embeddings
         buckets = token_buckets(
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
             draft_len=draft_len,
-            ladder=config.bucket_ladder,
+            ladder=limits.bucket_ladder,
             max_capture_tokens=config.capture_tokens,
         )
         cache_dtype = _cache_dtype(config, dtype)
         params = ModelParams(target=target, draft=draft)
         geometry = plan_pages(
             model_config,
-            num_slots=config.max_num_seqs,
+            num_slots=limits.max_num_seqs,
             max_model_len=max_model_len,
             cache_dtype=cache_dtype,
             asked=config.num_pages,
@@ -154,8 +155,8 @@ class Executor:
         executables = Executables(
             model_config,
             token_buckets=buckets,
-            row_buckets=default_ladder(config.max_num_seqs) if draft is not None else (),
-            num_slots=config.max_num_seqs,
+            row_buckets=row_buckets(limits.max_num_seqs, limits.bucket_ladder) if draft else (),
+            num_slots=limits.max_num_seqs,
             max_pages=geometry.max_pages,
             method=Method(speculative.rejection_sample_method if speculative else "standard"),
             greedy_drafts=speculative is not None and speculative.draft_sample_method == "greedy",
@@ -164,11 +165,17 @@ class Executor:
         )
         profile = None
         if speculative is not None and speculative.enable_adaptive_verification:
-            profile = ProfileSettings.from_config(config, cache_dir, max_model_len, buckets)
+            profile = ProfileSettings.from_config(
+                config,
+                cache_dir,
+                max_model_len=max_model_len,
+                num_slots=limits.max_num_seqs,
+                buckets=buckets,
+            )
         return cls(
             model_config,
             params,
-            num_slots=config.max_num_seqs,
+            num_slots=limits.max_num_seqs,
             geometry=geometry,
             max_model_len=max_model_len,
             executables=executables,
@@ -224,7 +231,7 @@ class Executor:
         return self._draft(packed.rows, len(plan.rows))
 
     def _draft(self, packed: PackedRows, num_rows: int) -> jax.Array:
-        rows = bucket_for(self.row_buckets, num_rows)
+        rows = bucket_for(self._executables.row_buckets, num_rows)
         draft = self._executables.draft[rows]
         self.state, confidences = draft(self._params, self.state, packed.resized(rows))
         return confidences

@@ -54,7 +54,13 @@ class ProfileSettings:
 
     @classmethod
     def from_config(
-        cls, config: ServeConfig, cache_dir: Path, max_model_len: int, buckets: tuple[int, ...]
+        cls,
+        config: ServeConfig,
+        cache_dir: Path,
+        *,
+        max_model_len: int,
+        num_slots: int,
+        buckets: tuple[int, ...],
     ) -> ProfileSettings:
         """Settings for a server's flags; the cache file is named after everything that times depend on."""
         context = resolve_context_len(config.profile_context_len, os.environ, max_model_len)
@@ -64,7 +70,7 @@ class ProfileSettings:
         assert config.speculative_config is not None
         flags = {
             "model": str(config.model_folder.resolve()),
-            "max_num_seqs": config.max_num_seqs,
+            "max_num_seqs": num_slots,
             "max_model_len": max_model_len,
             "dtype": config.dtype,
             "kv_cache_dtype": config.kv_cache_dtype,
@@ -96,7 +102,9 @@ def build_cost_table(executor: Executor, settings: ProfileSettings) -> CostTable
         curves,
         max_tokens=executor.buckets[-1],
         max_requests=executor.num_slots,
-        correction=LiveCorrection(executor.buckets, executor.buckets[-1]) if settings.correct_live else None,
+        correction=LiveCorrection(executor.buckets, executor.buckets[-1])
+        if settings.correct_live
+        else None,
     )
 
 

@@ -8,7 +8,8 @@ import sys
 
 from dspark_jax.checkpoint.safetensors import CheckpointError
 from dspark_jax.config import ConfigError, ModelConfig, load_config
-from dspark_jax.serving.config import FlagError, ServeConfig, parse_flags
+from dspark_jax.serving.config import ServeConfig, parse_flags
+from dspark_jax.serving.flag_error import FlagError
 
 _LOG = logging.getLogger(__name__)
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from dspark_jax.serving.config import FlagError
+from dspark_jax.serving.flag_error import FlagError
 from dspark_jax.serving.serve import bind, main
 from tests.serving.tiny_tokenizer import save_tokenizer
 

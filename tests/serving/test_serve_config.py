@@ -8,7 +8,8 @@ import time
 import pytest
 
 from dspark_jax.config import ConfigError, DraftConfig
-from dspark_jax.serving.config import FlagError, ServeConfig, parse_flags
+from dspark_jax.serving.config import ServeConfig, parse_flags
+from dspark_jax.serving.flag_error import FlagError
 from dspark_jax.serving.speculative_config import (
     SpeculativeConfig,
     parse_speculative_config,
@@ -101,7 +102,10 @@ def test_the_key_may_come_from_the_environment(monkeypatch, capsys):
             "leave one of them out",
         ),
         (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
-        (["--max-num-batched-tokens", "5"], "raise the former or lower the latter"),
+        (
+            ["--max-num-batched-tokens", "5", "--max-num-seqs", "6"],
+            "raise the former or lower the latter",
+        ),
         (["--port", "70000"], "--port must lie in"),
         (["--seed", "-1"], "--seed must lie in"),
         (["--api-key", ""], "--api-key must not be empty"),

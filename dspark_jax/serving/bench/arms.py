@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dspark_jax.serving.config import FlagError
+from dspark_jax.serving.flag_error import FlagError
 
 
 @dataclass(frozen=True)

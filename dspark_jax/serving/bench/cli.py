@@ -11,7 +11,7 @@ from typing import Any
 
 import tyro
 
-from dspark_jax.serving.config import FlagError
+from dspark_jax.serving.flag_error import FlagError
 
 from .config import BenchConfig, SweepConfig, key_values
 from .dataset import cycle_to

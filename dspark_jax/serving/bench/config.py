@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dspark_jax.config import ConfigError
-from dspark_jax.serving.config import FlagError
+from dspark_jax.serving.flag_error import FlagError
 from dspark_jax.serving.speculative_config import json_object
 
 from .client import Backend

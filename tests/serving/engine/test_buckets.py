@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_jax.serving.buckets import bucket_for, default_ladder, token_buckets, vllm_ladder
-from dspark_jax.serving.config import FlagError
+from dspark_jax.serving.flag_error import FlagError
 
 
 def test_default_ladder_to_2048() -> None:
