@@ -55,7 +55,7 @@ $(VENV)/.test: EXTRAS := [test$(GPU)]
 $(VENV)/.serve $(VENV)/.test: pyproject.toml | $(BIN)/python
 	@echo 'installing dspark_jax$(EXTRAS) into $(VENV) (minutes the first time)'
 	@$(BIN)/pip install --disable-pip-version-check -e '.$(EXTRAS)' $(PINS) \
-		| awk '/^Collecting/ { print "  " $$2 } / Downloading .* MB\)/ { print "   ", $$(NF - 1), $$NF }'
+		| awk '/^Collecting/ { print "  " $$2 } / Downloading .* MB\)/ { print "   ", $$(NF - 1), $$NF } { fflush() }'
 	@touch $@
 
 $(BIN)/python:
