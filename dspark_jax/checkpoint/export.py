@@ -20,7 +20,7 @@ from dspark_jax.checkpoint.names import Entry, draft_entries, flatten_specs, tar
 from dspark_jax.checkpoint.safetensors import CheckpointError, write_folder
 from dspark_jax.config import ModelConfig
 from dspark_jax.draft.params import DraftParams, draft_specs
-from dspark_jax.kernels.quantized import FP8_BLOCK, Fp4Weight, Fp8Weight
+from dspark_jax.kernels.quantized import FP8_BLOCK, Fp4Weight, Fp8Weight, unpack_fp4_scale
 from dspark_jax.model.params import Params, param_specs
 
 
@@ -31,6 +31,7 @@ def export_checkpoint(
     draft_params: DraftParams | None,
     *,
     quantize: bool = True,
+    narrow_mixes: bool = False,
     max_shard_bytes: int | None = None,
     progress: bool = False,
 ) -> None:
@@ -38,8 +39,11 @@ def export_checkpoint(
 
     Plain matrices are rounded to what released files hold: fp8 blocks for linears, `cfg.expert_dtype` for experts,
     bf16 for the rest but a few float32 tensors. Quantised leaves are written as they are. With `quantize=False`
-    everything is float32 and nothing is lost. `draft_params=None` writes the target alone, whatever `cfg.draft`
-    says. Calibration is written only where it isn't the identity, since other loaders don't know it.
+    everything is float32 and nothing is lost. `narrow_mixes` writes the projections of the hyper-connections, the
+    largest float32 tensors, in bf16; this project's loader accepts them by their dtype.
+
+    `draft_params=None` writes the target alone, whatever `cfg.draft` says. Calibration is written only where it
+    isn't the identity, since other loaders don't know it.
 
     The result is one `model.safetensors`, or shards of at most `max_shard_bytes` with an index; equal trees give
     equal bytes. At most one shard is held in memory.
@@ -68,10 +72,23 @@ def export_checkpoint(
         disable=not progress,
     ) as bar:
         tensors = itertools.chain.from_iterable(
-            _tensors(tree, entries, cfg.expert_dtype, quantize, bar) for tree, entries in trees
+            _tensors(
+                tree,
+                _narrowed(entries) if narrow_mixes else entries,
+                cfg.expert_dtype,
+                quantize,
+                bar,
+            )
+            for tree, entries in trees
         )
         write_folder(folder, tensors, max_shard_bytes)
     write_config(folder, cfg, quantized=quantize)
+
+
+def _narrowed(entries: Sequence[Entry]) -> list[Entry]:
+    return [
+        entry._replace(storage="bf16") if entry.path[-1] == "w_fn" else entry for entry in entries
+    ]
 
 
 def _is_calibrated(draft_params: DraftParams) -> bool:
@@ -130,8 +147,9 @@ def _cut(leaf: Any, entry: Entry) -> _Part:
         weight, scale = np.asarray(leaf.weight), np.asarray(leaf.scale)
         return _Part(weight[index][rows], scale[index][scale_rows], "fp8")
     if isinstance(leaf, Fp4Weight):
-        packed, scale = np.asarray(leaf.packed), np.asarray(leaf.scale)
-        return _Part(packed[index][rows], scale[index][rows], "fp4")
+        packed, words = np.asarray(leaf.packed), np.asarray(leaf.scale)
+        exponents = unpack_fp4_scale(words[index][..., rows], leaf.shape[-1])
+        return _Part(packed[index][rows], exponents, "fp4")
     return _Part(leaf[index][rows])
 
 

@@ -29,7 +29,14 @@ from dspark_jax.checkpoint.names import (
 from dspark_jax.checkpoint.safetensors import CheckpointError, TensorFolder
 from dspark_jax.config import ModelConfig, load_config
 from dspark_jax.draft.params import DraftParams, draft_specs
-from dspark_jax.kernels.quantized import FP8_BLOCK, Fp4Weight, Fp8Weight, Weight
+from dspark_jax.kernels.quantized import (
+    FP8_BLOCK,
+    Fp4Weight,
+    Fp8Weight,
+    Weight,
+    fp4_scale_shape,
+    pack_fp4_scale,
+)
 from dspark_jax.model.params import Params, Spec, param_specs
 
 ShardingOf = Callable[[tuple[str | None, ...], tuple[int, ...]], jax.sharding.Sharding]
@@ -149,10 +156,10 @@ class _Filler:
             self._run(lambda entry: self._copy_fp8(entry, codes, scale), entries)
             return Fp8Weight(self._place(codes, spec), self._place(scale, spec))
         if self.keep_quantized and storages == {Storage.FP4}:
-            packed_shape, scale_shape = fp4_shapes(spec.shape)
-            packed, scale = _zeros(packed_shape, np.uint8), _zeros(scale_shape, np.uint8)
+            packed = _zeros(fp4_shapes(spec.shape)[0], np.uint8)
+            scale = _zeros(fp4_scale_shape(spec.shape), np.int32)
             self._run(lambda entry: self._copy_fp4(entry, packed, scale), entries)
-            return Fp4Weight(self._place(packed, spec), self._place(scale, spec))
+            return Fp4Weight(self._place(packed, spec), self._place(scale, fp4_scale_spec(spec)))
         out = _zeros(spec.shape, {"i64": np.int32, "f32": np.float32}.get(spec.storage, self.dtype))
         if spec.init == "one" and not entries:
             out[...] = 1
@@ -186,7 +193,7 @@ class _Filler:
 
     def _copy_fp4(self, entry: Entry, packed: np.ndarray, scale: np.ndarray) -> None:
         packed[entry.index][entry.rows] = self.source[entry.name].view(np.uint8)
-        scale[entry.index][entry.rows] = self._exponents(entry)
+        scale[entry.index][..., entry.rows] = pack_fp4_scale(self._exponents(entry))
 
     def _exponents(self, entry: Entry) -> np.ndarray:
         exponents = self.source[entry.scale_name].view(np.uint8)
@@ -198,6 +205,12 @@ class _Filler:
         if self.sharding_of is None:
             return jax.device_put(array)
         return jax.device_put(array, self.sharding_of(spec.axes, array.shape))
+
+
+def fp4_scale_spec(spec: Spec) -> Spec:
+    """Specification of the scale words of an fp4 matrix with specification `spec`: input runs, then rows."""
+    axes = (*spec.axes[:-2], spec.axes[-1], spec.axes[-2])
+    return spec._replace(shape=fp4_scale_shape(spec.shape), axes=axes)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -19,7 +19,7 @@ from flax.traverse_util import unflatten_dict
 
 from dspark_jax.checkpoint.config_json import write_config
 from dspark_jax.checkpoint.formats import fp4_shapes, fp8_scale_shape
-from dspark_jax.checkpoint.load import ShardingOf
+from dspark_jax.checkpoint.load import ShardingOf, fp4_scale_spec
 from dspark_jax.checkpoint.names import flatten_specs
 from dspark_jax.checkpoint.safetensors import CheckpointError
 from dspark_jax.config import ModelConfig, load_config
@@ -118,14 +118,16 @@ def _abstract_leaf(
     """What to restore for one leaf: dtype as saved, shape checked, sharding as asked."""
     match saved:
         case {"weight": _, "scale": _}:
-            shapes = {"weight": spec.shape, "scale": fp8_scale_shape(spec.shape)}
+            scale = spec._replace(shape=fp8_scale_shape(spec.shape))
+            parts = {"weight": spec, "scale": scale}
         case {"packed": _, "scale": _}:
-            shapes = dict(zip(("packed", "scale"), fp4_shapes(spec.shape), strict=True))
+            packed = spec._replace(shape=fp4_shapes(spec.shape)[0])
+            parts = {"packed": packed, "scale": fp4_scale_spec(spec)}
         case _:
-            return _abstract(path, spec, saved, spec.shape, sharding_of)
+            return _abstract(path, spec, saved, sharding_of)
     return {
-        name: _abstract((*path, name), spec, saved[name], shape, sharding_of)
-        for name, shape in shapes.items()
+        name: _abstract((*path, name), part, saved[name], sharding_of)
+        for name, part in parts.items()
     }
 
 
@@ -133,18 +135,18 @@ def _abstract(
     path: tuple[str, ...],
     spec: Spec,
     saved: Any,
-    shape: tuple[int, ...],
     sharding_of: ShardingOf | None,
 ) -> jax.ShapeDtypeStruct:
-    if tuple(saved.shape) != shape:
+    if tuple(saved.shape) != spec.shape:
         raise CheckpointError(
-            f"{'.'.join(path)} was saved as {list(saved.shape)}, config.json asks for {list(shape)}"
+            f"{'.'.join(path)} was saved as {list(saved.shape)}, "
+            f"config.json asks for {list(spec.shape)}"
         )
     if sharding_of is None:
         sharding = jnp.zeros(()).sharding  # the default device
     else:
-        sharding = sharding_of(spec.axes, shape)
-    return jax.ShapeDtypeStruct(shape, saved.dtype, sharding=sharding)
+        sharding = sharding_of(spec.axes, spec.shape)
+    return jax.ShapeDtypeStruct(spec.shape, saved.dtype, sharding=sharding)
 
 
 def _rebuild(leaf: Any) -> Any:

@@ -1,21 +1,26 @@
-"""Weights as the released files store them: fp8 in 128 x 128 blocks, fp4 in runs of 32 along the input.
+"""Weights with the released files' values: fp8 in 128 x 128 blocks, fp4 in runs of 32 along the input.
 
 Both scales are ue8m0: a byte b stands for 2^(b - 127) and multiplies. Leading axes (layer, expert) are free,
-so a stack of layers is one array.
+so a stack of layers is one array. Codes lie in memory as in the files; fp4 scales are regrouped, four to a word
+and rows innermost, so that a kernel reads those of a tile in one coalesced load.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 FP8_BLOCK = 128
 FP4_RUN = 32
+FP4_WORD = 4 * FP4_RUN
+"""Input columns whose scales share one word."""
 
 
-@struct.dataclass
-class Fp8Weight:
+class Fp8Weight(struct.PyTreeNode):
     """`weight` [..., N, K] float8_e4m3fn; `scale` [..., ceil(N/128), ceil(K/128)] uint8 exponents."""
 
     weight: jax.Array
@@ -27,9 +32,8 @@ class Fp8Weight:
         return self.weight.shape
 
 
-@struct.dataclass
-class Fp4Weight:
-    """`packed` [..., N, K/2] uint8, low nibble first; `scale` [..., N, K/32] uint8 exponents."""
+class Fp4Weight(struct.PyTreeNode):
+    """`packed` [..., N, K/2] uint8, low nibble first; `scale` [..., ceil(K/128), N] int32 (`pack_fp4_scale`)."""
 
     packed: jax.Array
     scale: jax.Array
@@ -58,8 +62,36 @@ def dequantize(weight: Weight, dtype: jnp.dtype | type = jnp.float32) -> jax.Arr
     if isinstance(weight, Fp4Weight):
         codes = jnp.stack([weight.packed & 0xF, weight.packed >> 4], axis=-1)
         values = decode_fp4(codes.reshape(weight.shape))
-        return (values * jnp.repeat(exponent_to_scale(weight.scale), FP4_RUN, -1)).astype(dtype)
+        scale = exponent_to_scale(unpack_fp4_scale(weight.scale, weight.shape[-1]))
+        return (values * jnp.repeat(scale, FP4_RUN, -1)).astype(dtype)
     return weight.astype(dtype)
+
+
+def fp4_scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of `Fp4Weight.scale` for a matrix [..., N, K]."""
+    *lead, rows, columns = shape
+    return (*lead, -(-columns // FP4_WORD), rows)
+
+
+def pack_fp4_scale(exponents: Any) -> Any:
+    """Exponents uint8 [..., N, K/32] -> words int32 [..., ceil(K/128), N], the first run in the low byte.
+
+    Takes and gives NumPy or JAX arrays; missing runs of the last word are zero.
+    """
+    xp = jnp if isinstance(exponents, jax.Array) else np
+    missing = -exponents.shape[-1] % 4
+    wide = xp.pad(exponents.astype(xp.int32), [(0, 0)] * (exponents.ndim - 1) + [(0, missing)])
+    wide = wide.reshape(*wide.shape[:-1], -1, 4)
+    words = wide[..., 0] | wide[..., 1] << 8 | wide[..., 2] << 16 | wide[..., 3] << 24
+    return xp.swapaxes(words, -1, -2)
+
+
+def unpack_fp4_scale(words: Any, columns: int) -> Any:
+    """The inverse of `pack_fp4_scale` for a matrix of `columns` input columns K."""
+    xp = jnp if isinstance(words, jax.Array) else np
+    rows = xp.swapaxes(words, -1, -2)[..., None]
+    exponents = (rows >> xp.arange(0, 32, 8, dtype=xp.int32)) & 0xFF
+    return exponents.reshape(*rows.shape[:-2], -1)[..., : columns // FP4_RUN].astype(xp.uint8)
 
 
 def decode_fp4(codes: jax.Array) -> jax.Array:

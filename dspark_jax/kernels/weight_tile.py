@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
-from dspark_jax.kernels.quantized import FP4_RUN, FP8_BLOCK, Fp4Weight, Fp8Weight, Weight
+from dspark_jax.kernels.quantized import (
+    FP4_RUN,
+    FP4_WORD,
+    FP8_BLOCK,
+    Fp4Weight,
+    Fp8Weight,
+    Weight,
+)
 from dspark_jax.kernels.triton import dot
 
 # A nibble s e e m moved into an e4m3 byte is its value times 2**-6, subnormal 0.5 included. Four bytes at a time:
@@ -90,6 +97,7 @@ def product(
     """
     depth = power_of_two_factor(inner, depth)
     if refs[0].dtype == jnp.uint8:
+        depth = min(depth, FP4_WORD)
         step = _fp4_step(load_x, refs, lead, columns, depth, interpret)
     elif len(refs) == 2:
         depth = min(depth, FP8_BLOCK)
@@ -141,9 +149,13 @@ def _fp4_step(load_x, refs, lead, columns, depth, interpret):
     def step(i, total):
         place = i * num_bytes + jnp.arange(num_bytes)
         codes = _load(packed, lead, columns, place)
-        exponent = _load(scale, lead, columns, i * num_runs + jnp.arange(num_runs))
+        first_run = i * num_runs
+        word_place = (*lead, first_run >> 2, columns)
+        word = plt.load(scale.at[tuple(jnp.broadcast_to(j, columns.shape) for j in word_place)])
+        byte = (first_run & 3) + jnp.arange(num_runs)
+        exponent = (word[:, None] >> (8 * byte)[None]) & 0xFF
         # 2**(exponent - 127 + 6) as the bits of a float16.
-        bits = jnp.clip(exponent.astype(jnp.int32) - 106, 0, 30) << 10
+        bits = jnp.clip(exponent - 106, 0, 30) << 10
         factor = lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.float16)
         factor = jnp.broadcast_to(factor[:, :, None], shape).reshape(codes.shape)
         for half, nibble in enumerate(("low", "high")):

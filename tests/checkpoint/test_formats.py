@@ -19,7 +19,7 @@ from dspark_jax.checkpoint.formats import (
     fp8_scale_shape,
 )
 from dspark_jax.checkpoint.safetensors import CheckpointError
-from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, dequantize
+from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, dequantize, pack_fp4_scale
 from tests.seeds import fresh_seed
 from torch_ref.quantization import dequantize_fp4, dequantize_fp8
 
@@ -145,7 +145,8 @@ def test_all_three_fp8_readers_agree(shape: tuple[int, int]) -> None:
 def test_all_three_fp4_readers_agree() -> None:
     packed, exponents = encode_fp4(wide((6, 96), fresh_seed()))
     ours = decode_fp4(packed, exponents)
-    on_device = dequantize(Fp4Weight(jnp.asarray(packed), jnp.asarray(exponents)))
+    scale = jnp.asarray(pack_fp4_scale(exponents))
+    on_device = dequantize(Fp4Weight(jnp.asarray(packed), scale))
     np.testing.assert_array_equal(ours, on_device)
     scale = torch.from_numpy(exponents).view(torch.float8_e8m0fnu)
     torch_packed = torch.from_numpy(packed.view(np.int8))

@@ -318,7 +318,7 @@ def test_arrays_go_where_their_axes_say(released: Path) -> None:
     )
     leaves = jax.tree.leaves((params, draft_params))
     assert [shape for _, shape in asked] == [leaf.shape for leaf in leaves]
-    assert (("layers", "experts", "ffn", "model"), (4, 3, 256, 5)) in asked  # scales of w_gate_up
+    assert (("layers", "experts", "model", "ffn"), (4, 3, 2, 256)) in asked  # scales of w_gate_up
     assert all(len(axes) == len(shape) for axes, shape in asked)
 
 

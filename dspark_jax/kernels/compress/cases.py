@@ -54,7 +54,9 @@ def make(case: Case, seed: int) -> dict[str, Any]:
     ring, slots = k * case.ratio, len(case.rows) + 1
     open_rows = np.full((2, slots, ring, 2 * k * case.width), np.nan, np.float32)
     step_rows = np.full((tokens, 2 * k * case.width), np.nan, np.float32)
-    meta = {name: np.zeros(tokens, np.int32) for name in ("slots", "positions", "starts", "row_heads")}
+    meta = {
+        name: np.zeros(tokens, np.int32) for name in ("slots", "positions", "starts", "row_heads")
+    }
     closing: list[int] = []
     head = 0
     for slot, row in zip(rng.permutation(slots), case.rows):

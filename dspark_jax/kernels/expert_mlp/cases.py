@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.kernels.quantized import FP4_RUN, FP8_BLOCK, Fp4Weight, Fp8Weight, Weight
+from dspark_jax.kernels.quantized import (
+    FP4_RUN,
+    FP8_BLOCK,
+    Fp4Weight,
+    Fp8Weight,
+    Weight,
+    pack_fp4_scale,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ PRO = {"experts": 384, "model": 7168, "width": 3072, "k": 6}
 
 
 def make(case: Case, seed: int, dtype: Any) -> dict[str, Any]:
-    """Arguments of `expert_mlp` by name, without `dispatch`. The layer that must not be read holds NaN if it can."""
+    """Arguments of `expert_mlp` by name, without `dispatch`. Plain layers that must not be read hold NaN."""
     key = jax.random.key(seed)
     rng = np.random.default_rng(seed)
     odds = {
@@ -74,7 +81,7 @@ def make(case: Case, seed: int, dtype: Any) -> dict[str, Any]:
 
 
 def random_weight(key: jax.Array, shape: tuple[int, ...], storage: str, dtype: Any) -> Weight:
-    """A stack of matrices [L, ..., N, K] with outputs of about unit variance; in all but the last layer NaN or rubbish."""
+    """A stack of matrices [L, ..., N, K] with outputs of about unit variance; plain ones NaN but the last."""
     rows, inner = shape[-2:]
     codes_key, scale_key = jax.random.split(key)
     # Exponents around one over the root of the inner size, so that scales differ within a tile.
@@ -88,6 +95,6 @@ def random_weight(key: jax.Array, shape: tuple[int, ...], storage: str, dtype: A
         packed = jax.random.bits(codes_key, (*shape[:-1], inner // 2), jnp.uint8)
         runs = (*shape[:-1], inner // FP4_RUN)
         exponents = jax.random.randint(scale_key, runs, middle - 3, middle + 1, jnp.int32)
-        return Fp4Weight(packed, exponents.astype(jnp.uint8))
+        return Fp4Weight(packed, pack_fp4_scale(exponents.astype(jnp.uint8)))
     plain = (jax.random.normal(codes_key, shape, jnp.bfloat16) * inner**-0.5).astype(dtype)
     return plain.at[:-1].set(jnp.nan)

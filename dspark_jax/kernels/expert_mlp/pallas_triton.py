@@ -91,7 +91,13 @@ def expert_mlp_pallas(
     hidden_shape = (2, tokens * k, width // 2) if halved else (tokens * k, width)
     hidden = triton_call(
         partial(
-            _gate_up, tile=tile, half=half, k=k, limit=limit, halved=halved, interpret=dispatch.interpret
+            _gate_up,
+            tile=tile,
+            half=half,
+            k=k,
+            limit=limit,
+            halved=halved,
+            interpret=dispatch.interpret,
         ),
         *plan,
         layer,

@@ -1,8 +1,8 @@
 """Triton kernels of `hyper_enter` (two: projection, then mixing) and `hyper_leave` (one).
 
 The projection to (2+N)N values reads all streams of a token; few tokens are spread over the multiprocessors by
-cutting the sum into splits. The second kernel adds the splits, balances the N x N matrix in registers, and reads the
-streams once more, from the level-two cache at decode.
+cutting the sum into splits. The second kernel adds the splits, balances the N x N matrix in registers, and reads
+the streams once more, from the level-two cache at decode.
 """
 
 from __future__ import annotations
@@ -222,7 +222,10 @@ def _mix(
 
 
 def _leave(streams: Any, output: Any, post: Any, comb: Any, out: Any, *, columns: int) -> None:
-    """Body: some columns of one token. streams [T, N, M], output [T, M], post [T, N], comb [T, N, N]; out [T, N, M]."""
+    """Body: some columns of one token.
+
+    streams [T, N, M]; output [T, M]; post [T, N]; comb [T, N, N]; out [T, N, M].
+    """
     token = pl.program_id(1)
     _, n, model = streams.shape
     channel = pl.program_id(0) * columns + jnp.arange(columns)

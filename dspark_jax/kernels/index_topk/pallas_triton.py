@@ -149,10 +149,8 @@ def score(
     )
 
 
-def select(
-    scores, counts, *, k, page_table, slots, per_page, dispatch, most=MOST
-) -> jax.Array:
-    """Places int32 [T, k] of the k highest of the first `counts` scores of each row, lowest index first on ties."""
+def select(scores, counts, *, k, page_table, slots, per_page, dispatch, most=MOST) -> jax.Array:
+    """Places int32 [T, k] of the k highest among the first `counts` scores of a row, lowest index first."""
     tokens, entries = scores.shape
     chunks = pl.cdiv(entries, most)
     numbers = None
@@ -234,7 +232,9 @@ def _score(
             query = gather(q, t, head[:, None], channel[None], mask=is_head[:, None])
             weight = gather(head_weights, t, head, mask=is_head)
             dots = jnp.maximum(dot(rows, query, transpose_b=True), 0.0)
-            scatter(scores, t, entry, value=jnp.sum(dots * weight[None], axis=1), mask=entry < counts[t])
+            scatter(
+                scores, t, entry, value=jnp.sum(dots * weight[None], axis=1), mask=entry < counts[t]
+            )
             return carry
 
         loop(begin, end, one, jnp.int32(0))

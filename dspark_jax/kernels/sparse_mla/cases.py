@@ -1,4 +1,4 @@
-"""Problems for tests and benchmarks of `sparse_mla`: row lengths, contexts, sizes, and random arguments for them."""
+"""Problems for tests and benchmarks of `sparse_mla`: row lengths, contexts, sizes, random arguments for them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def make(case: Case, seed: int, dtype: Any, *, pool: int | None = None) -> dict[
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, dtype=np.float32)
 
-    meta = {name: np.zeros(tokens, np.int32) for name in ("slots", "positions", "starts", "row_heads")}
+    meta = {
+        name: np.zeros(tokens, np.int32) for name in ("slots", "positions", "starts", "row_heads")
+    }
     is_token = np.zeros(tokens, bool)
     counts = np.zeros(tokens, np.int32)
     window = np.full((layers, slots, case.window, case.width), np.nan, np.float32)

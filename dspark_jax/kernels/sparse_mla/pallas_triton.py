@@ -38,7 +38,7 @@ MERGE_HEADS = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of one launch: `heads` by `keys` (`step_keys` for this step's rows), rows in pieces of `part` channels."""
+    """Sizes of one launch: `heads` by `keys` (`step_keys` in the step's rows), rows in `part`-wide pieces."""
 
     heads: int
     keys: int
@@ -268,7 +268,9 @@ def _merge(refs: dict[str, Any], outs: tuple[Any, ...], *, splits: int) -> None:
     value = jnp.zeros((MERGE_HEADS, width), jnp.float32)
     for s, level in enumerate(levels):
         weight = jnp.exp2(level - top)
-        part = gather(refs["partial"], s, token, head[:, None], channel[None], mask=is_head[:, None])
+        part = gather(
+            refs["partial"], s, token, head[:, None], channel[None], mask=is_head[:, None]
+        )
         total += weight
         value += weight[:, None] * part.astype(jnp.float32)
     value = _rotate_back(value / total[:, None], refs, token, first=0, width=width)

@@ -1,0 +1,89 @@
+"""Timing of kernels on one GPU: repetitions inside one compiled program, and the two ceilings of the device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+TARGET_MS = 15.0
+"""How long one timed program should run: long against the call, short against the session."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches: a device-to-device copy, read plus written bytes, and a bf16 matrix product."""
+
+    bytes_per_s: float
+    flops: float
+
+
+def time_ms(run: Callable[[Any, jax.Array], Any], arguments: Any, expected_ms: float) -> float:
+    """Median device time of one `run(arguments, i)` in ms, over five programs of many iterations i.
+
+    `run` must depend on i, or the compiler hoists it out of the loop: pass a layer `i % layers`, which also keeps
+    the level-two cache cold.
+    """
+    repeats = int(min(400, max(8, TARGET_MS / max(expected_ms, 1e-3))))
+    like = jax.eval_shape(run, arguments, jnp.int32(0))
+
+    @jax.jit
+    def program(arguments):
+        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return lax.fori_loop(0, repeats, lambda i, _: run(arguments, i), start)
+
+    jax.block_until_ready(program(arguments))
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(arguments))
+        times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times) / repeats
+
+
+def time_torch_ms(run: Callable[[], Any], repeats: int = 20) -> float:
+    """Median time of one call of a PyTorch function in ms, by events around `repeats` calls."""
+    import torch
+
+    run()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / repeats)
+    return statistics.median(times)
+
+
+def torch_on_gpu() -> Any:
+    """The torch module if it is installed and sees a GPU, else None."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def measure_ceilings(size: int = 8192, copy_bytes: int = 2**30) -> Ceilings:
+    """Ceilings of the first device, measured now."""
+    key = jax.random.key(0)
+    a = jax.random.normal(key, (2, size, size), jnp.bfloat16)
+    product_ms = time_ms(lambda a, i: a[0] @ (a[1] + i.astype(a.dtype)), a, 1.5)
+    torch = torch_on_gpu()
+    if torch is not None:
+        source = torch.empty(copy_bytes, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        copy_ms = time_torch_ms(lambda: target.copy_(source))
+    else:
+        x = jnp.zeros(copy_bytes // 4, jnp.int32)
+        copy_ms = time_ms(lambda x, i: x + i, x, 0.6)
+    return Ceilings(2 * copy_bytes / copy_ms * 1e3, 2 * size**3 / product_ms * 1e3)

@@ -1,0 +1,143 @@
+"""Time the Triton kernels on one GPU, beside the device's ceilings and other implementations.
+
+    python -m benchmarks.kernels [--only sparse_mla expert_mlp] [--tune] [--limit-s 460]
+
+Each case is first compared with its reference; a case that fails is reported, and the rest still runs. `--tune`
+also times other tile sizes and prints the best. Results go to `kernels.json` in $OUT or the working directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+# The table's memory is needed by other frameworks too: take it as it is used.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+
+from benchmarks.kernel_problems import PROBLEMS, Problem, label
+from benchmarks.kernel_timing import Ceilings, measure_ceilings, time_ms
+from dspark_jax.kernels.dispatch import Backend, default_dispatch
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; the exit status is the number of cases that failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--tune", action="store_true", help="time other tile sizes too")
+    parser.add_argument(
+        "--limit-s", type=float, default=460.0, help="start no case after this time"
+    )
+    options = parser.parse_args(argv)
+    dispatch = default_dispatch()
+    if dispatch.backend is not Backend.PALLAS:
+        parser.error(f"needs an NVIDIA GPU, found {jax.default_backend()}")
+    begin = time.monotonic()
+    ceilings = measure_ceilings()
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, "
+        f"bf16 product {ceilings.flops / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    print(
+        f"{'kernel':<12} {'case':<36} {'ms':>8} {'TB/s':>6} {'share':>6} {'TFLOP/s':>8} {'share':>6} "
+        f"{'error':>8}  others",
+        flush=True,
+    )
+    results: list[dict[str, Any]] = []
+    for name in options.only:
+        for build in PROBLEMS[name](dispatch):
+            if time.monotonic() - begin > options.limit_s:
+                print(f"{name}: out of time")
+                break
+            results.append(_run(name, build, ceilings, options.tune, begin + options.limit_s))
+    report = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "bytes_per_s": ceilings.bytes_per_s,
+        "flops": ceilings.flops,
+        "results": results,
+    }
+    path = Path(os.environ.get("OUT", ".")) / "kernels.json"
+    path.write_text(json.dumps(report, indent=1))
+    failed = [r for r in results if r.get("failure")]
+    print(f"{len(results)} cases, {len(failed)} failed, {time.monotonic() - begin:.0f} s, {path}")
+    return len(failed)
+
+
+def _run(name: str, build: Any, ceilings: Ceilings, tune: bool, deadline: float) -> dict[str, Any]:
+    """Check, time and print one case. A failure is part of the result: the other cases must still run."""
+    result: dict[str, Any] = {"kernel": name}
+    try:
+        problem = build()
+        result |= {"kernel": problem.kernel, "case": problem.case}
+        result |= _measure(problem, ceilings)
+    except Exception as error:
+        result["failure"] = f"{type(error).__name__}: {error}"
+        print(
+            f"{result['kernel']:<12} {result.get('case', ''):<36} FAILED {result['failure'][:300]}"
+        )
+        print("\n".join(traceback.format_exc().splitlines()[-6:])[:1500], flush=True)
+        return result
+    if tune:
+        result["tiles"] = _tune(problem, result["ms"], deadline)
+    return result
+
+
+def _measure(problem: Problem, ceilings: Ceilings) -> dict[str, Any]:
+    error = problem.check()
+    if not error <= problem.limit:
+        raise AssertionError(f"error {error:.3g} exceeds {problem.limit:.3g}")
+    ms = time_ms(problem.run, problem.arguments, problem.expected_ms)
+    rate, flops = problem.num_bytes / ms * 1e3, problem.flops / ms * 1e3
+    peers = {}
+    for peer, measure in problem.peers.items():
+        try:
+            peers[peer] = measure()
+        except Exception as failure:
+            print(f"  {peer} did not run: {type(failure).__name__}: {str(failure)[:200]}")
+    others = ", ".join(f"{p} {t:.4f} ms ({t / ms:.2f}x)" for p, t in peers.items())
+    shares = rate / ceilings.bytes_per_s, flops / ceilings.flops
+    print(
+        f"{problem.kernel:<12} {problem.case:<36} {ms:8.4f} {rate / 1e12:6.2f} {shares[0]:6.0%} "
+        f"{flops / 1e12:8.1f} {shares[1]:6.0%} {error:8.1e}  {others}",
+        flush=True,
+    )
+    return {
+        "ms": ms,
+        "bytes_per_s": rate,
+        "flops": flops,
+        "error": error,
+        "peers_ms": peers,
+        "tile": None if problem.tile is None else label(problem.tile),
+    }
+
+
+def _tune(problem: Problem, default_ms: float, deadline: float) -> dict[str, Any]:
+    """Times of the variants in ms (text where one does not compile); prints those that beat the default by 3 %."""
+    times: dict[str, Any] = {}
+    for name, run in problem.variants.items():
+        if time.monotonic() > deadline:
+            break
+        try:
+            times[name] = time_ms(run, problem.arguments, problem.expected_ms)
+        except Exception as error:
+            times[name] = f"{type(error).__name__}: {str(error)[:160]}"
+    timed = sorted((t, name) for name, t in times.items() if isinstance(t, float))
+    for ms, name in timed[:3]:
+        if ms < 0.97 * default_ms:
+            print(f"  better: {ms:.4f} ms with {name}", flush=True)
+    refused = sum(not isinstance(t, float) for t in times.values())
+    if times:
+        print(f"  {len(timed)} other tiles timed, {refused} refused; default {label(problem.tile)}")
+    return times
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

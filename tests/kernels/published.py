@@ -1,0 +1,136 @@
+"""Abstract arguments of every operation at the published sizes, shared by lowering and compilation tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.kernels.compress import compress
+from dspark_jax.kernels.dispatch import Backend, Dispatch
+from dspark_jax.kernels.expert_mlp import expert_mlp
+from dspark_jax.kernels.hyper import hyper_enter, hyper_leave
+from dspark_jax.kernels.index_topk import index_topk
+from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, Weight, fp4_scale_shape
+from dspark_jax.kernels.sparse_mla import sparse_mla
+
+MODELS = {
+    "flash": {"model": 4096, "heads": 64, "experts": 256, "width": 2048, "topk": 512, "layers": 43},
+    "pro": {"model": 7168, "heads": 128, "experts": 384, "width": 3072, "topk": 1024, "layers": 61},
+}
+
+
+def shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
+    """Abstract array."""
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+ints, floats, halves = (partial(shape, t) for t in (jnp.int32, jnp.float32, jnp.bfloat16))
+
+
+def weight(storage: str, *dims: int) -> Weight:
+    """Abstract weight [..., N, K] in a storage."""
+    *lead, rows, inner = dims
+    if storage == "fp4":
+        return Fp4Weight(
+            shape(jnp.uint8, *lead, rows, inner // 2), shape(jnp.int32, *fp4_scale_shape(dims))
+        )
+    if storage == "fp8":
+        return Fp8Weight(
+            shape(jnp.float8_e4m3fn, *dims), shape(jnp.uint8, *lead, rows // 128, inner // 128)
+        )
+    return halves(*dims)
+
+
+def problems(tokens: int, capability: int = 90) -> dict[str, tuple[Callable[..., Any], Any, int]]:
+    """Name -> function of one tree, its abstract arguments, and how many kernels it calls."""
+    dispatch = Dispatch(Backend.PALLAS, capability=capability)
+    found: dict[str, tuple[Callable[..., Any], Any, int]] = {}
+    rows = {name: ints(tokens) for name in ("slots", "positions", "starts", "row_heads")}
+    for model, size in MODELS.items():
+        found[f"sparse_mla {model}"] = (
+            lambda tree: sparse_mla(**tree, layer=3, entry_layer=1, dispatch=dispatch),
+            {
+                "q": halves(tokens, size["heads"], 512),
+                "window": halves(size["layers"], 256, 128, 512),
+                "step_rows": halves(tokens, 512),
+                "entries": halves(21, 8192, 64, 512),
+                "attn_sink": floats(size["heads"]),
+                **rows,
+                "is_token": shape(jnp.bool_, tokens),
+                "entry_places": ints(tokens, size["topk"]),
+                "entry_counts": ints(tokens),
+                "unrotate": (floats(tokens, 32), floats(tokens, 32)),
+            },
+            2 if tokens * size["heads"] <= 64 * 64 else 1,
+        )
+        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+            for entries, kernels in ((8192, 2), (65536, 3)):
+                found[f"index_topk {model} {jnp.dtype(dtype).name} {entries}"] = (
+                    lambda tree, k=size["topk"]: index_topk(
+                        **tree, layer=2, k=k, dispatch=dispatch
+                    ),
+                    {
+                        "q": halves(tokens, 64, 128),
+                        "head_weights": floats(tokens, 64),
+                        "index_keys": shape(dtype, 21, 8192, 64, 128),
+                        "page_table": ints(256, entries // 64),
+                        "slots": ints(tokens),
+                        "counts": ints(tokens),
+                    },
+                    kernels,
+                )
+        for storage in ("fp4", "fp8", "plain"):
+            stack = (size["layers"], size["experts"])
+            found[f"expert_mlp {model} {storage}"] = (
+                lambda tree: expert_mlp(**tree, layer=4, limit=10.0, dispatch=dispatch),
+                {
+                    "x": halves(tokens, size["model"]),
+                    "expert_ids": ints(tokens, 6),
+                    "weights": floats(tokens, 6),
+                    "w_gate_up": weight(storage, *stack, 2 * size["width"], size["model"]),
+                    "w_down": weight(storage, *stack, size["model"], size["width"]),
+                },
+                4,
+            )
+        found[f"hyper_enter {model}"] = (
+            lambda tree: hyper_enter(
+                **tree, layer=1, iterations=20, eps=1e-6, norm_eps=1e-6, dispatch=dispatch
+            ),
+            {
+                "streams": halves(tokens, 4, size["model"]),
+                "w_fn": floats(size["layers"], 24, 4 * size["model"]),
+                "base": floats(size["layers"], 24),
+                "scale": floats(size["layers"], 3),
+                "gain": halves(size["layers"], size["model"]),
+            },
+            2,
+        )
+        found[f"hyper_leave {model}"] = (
+            lambda tree: hyper_leave(**tree, dispatch=dispatch),
+            {
+                "streams": halves(tokens, 4, size["model"]),
+                "output": halves(tokens, size["model"]),
+                "post": floats(tokens, 4),
+                "comb": floats(tokens, 4, 4),
+            },
+            1,
+        )
+    for name, ratio, overlap in (("csa", 4, True), ("hca", 128, False)):
+        channels = 512 * (4 if overlap else 2)
+        found[f"compress {name}"] = (
+            lambda tree, ratio=ratio, overlap=overlap: compress(
+                **tree, layer=1, ratio=ratio, overlap=overlap, dispatch=dispatch
+            ),
+            {
+                "step_rows": floats(tokens, channels),
+                "open_rows": floats(20, 256, ratio * (2 if overlap else 1), channels),
+                "closing": ints(tokens // ratio + 1),
+                **rows,
+            },
+            1,
+        )
+    return found
