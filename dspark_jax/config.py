@@ -322,8 +322,8 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, float, YarnConfig | None]:
         scaling = raw.get("rope_scaling") or parameters or None
         main_theta = raw.get("rope_theta", 10000.0)
         compress_theta = raw.get("compress_rope_theta", 160000.0)
-    kind = None if scaling is None else scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in (None, "default"):
+    kind = scaling.get("rope_type", scaling.get("type", "default")) if scaling else "default"
+    if scaling is None or kind == "default":
         return main_theta, compress_theta, None
     if kind != "yarn":
         raise ConfigError(f"rope scaling {kind!r} is not supported; only 'yarn' is")

@@ -21,8 +21,7 @@ _FLOAT = {name: i for i, name in enumerate(_FLOATS)}
 _PADDING_FLOATS = np.array([0.0, 1.0, 0.0, 0.0, 0.0, 1.0], np.float32)
 
 
-@struct.dataclass
-class PackedRows:
+class PackedRows(struct.PyTreeNode):
     """The rows of a plan: all that the drafting half takes besides parameters and state."""
 
     ints: jax.Array | np.ndarray  # [R, NUM_INTS] int32; slot -1 marks an unused row
@@ -36,18 +35,16 @@ class PackedRows:
         return PackedRows(ints=ints, floats=floats)
 
 
-@struct.dataclass
-class PackedPlan:
+class PackedPlan(struct.PyTreeNode):
     """What the verifying half takes besides parameters and state."""
 
     rows: PackedRows
     prompt_ids: jax.Array | np.ndarray  # [T] int32, chunks of the prompt rows one behind the other
-    budget: jax.Array | np.ndarray  # int32 scalar
+    budget: jax.Array | np.integer  # int32 scalar
     page_table: jax.Array | np.ndarray  # [slots, max_pages] int32
 
 
-@struct.dataclass
-class Rows:
+class Rows(struct.PyTreeNode):
     """The packed rows by name, inside the traced step."""
 
     slot: jax.Array

@@ -26,8 +26,7 @@ class Stream(enum.IntEnum):
     ACCEPT = 2
 
 
-@struct.dataclass
-class SamplingRows:
+class SamplingRows(struct.PyTreeNode):
     """Sampling parameters of rows, one entry per row in front; see `decode.plan.RowPlan` for meanings."""
 
     temperature: jax.Array  # [C] float32, 0 is greedy

@@ -12,8 +12,7 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.model.cache import Cache, PageGeometry, init_cache
 
 
-@struct.dataclass
-class Proposals:
+class Proposals(struct.PyTreeNode):
     """The pending draft of every slot, G tokens each, made at the end of the step before."""
 
     lens: jax.Array  # [slots] int32, G or 0 where nothing was drafted
@@ -23,16 +22,14 @@ class Proposals:
     confidences: jax.Array  # [slots, G] float32, conditional
 
 
-@struct.dataclass
-class TokenCounts:
+class TokenCounts(struct.PyTreeNode):
     """What penalties look at."""
 
     output: jax.Array  # [slots, V] int32, occurrences in the output
     prompt: jax.Array  # [slots, V] bool, presence in the prompt
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """Per slot. `positions` counts the tokens that are fed and kept; the anchor stands at that position."""
 
     cache: Cache

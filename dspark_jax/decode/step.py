@@ -39,8 +39,7 @@ from dspark_jax.model.transformer import Forward, forward, logits
 MAX_LOGPROBS = 20
 
 
-@struct.dataclass
-class ModelParams:
+class ModelParams(struct.PyTreeNode):
     """Target and drafter; `draft` None decodes without speculation."""
 
     target: Params
@@ -58,8 +57,7 @@ class StepOptions:
     dispatch: Dispatch
 
 
-@struct.dataclass
-class DeviceLogprobs:
+class DeviceLogprobs(struct.PyTreeNode):
     """Log-probabilities of rows [N] under the target's raw logits."""
 
     chosen: jax.Array  # [N] float32
@@ -67,8 +65,7 @@ class DeviceLogprobs:
     top: jax.Array  # [N, 20] float32
 
 
-@struct.dataclass
-class DeviceOutputs:
+class DeviceOutputs(struct.PyTreeNode):
     """See `decode.plan.StepOutputs`; `ints` holds tokens (G + 1), num_tokens, finish and verify_lens by column."""
 
     ints: jax.Array  # [R, G + 4] int32

@@ -105,7 +105,14 @@ def run_block(
             weights = moe.expert_weights(scores, chosen, cfg)
             chosen = jnp.where(jnp.repeat(is_row, g)[:, None], chosen, cfg.n_routed_experts)
             out = moe.expert_block(
-                flat, chosen, weights, block, params.stages, layer=i, cfg=cfg, dispatch=dispatch
+                flat,
+                chosen,
+                weights,
+                block,
+                params.stages,
+                layer=jnp.int32(i),
+                cfg=cfg,
+                dispatch=dispatch,
             )
             streams = hyper.leave(streams, out.reshape(h.shape), mix)
     return hyper.collapse(streams, params.hyper_head, cfg)

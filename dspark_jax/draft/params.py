@@ -7,11 +7,10 @@ from flax import struct
 
 from dspark_jax.config import ConfigError, ModelConfig
 from dspark_jax.kernels.quantized import Weight
-from dspark_jax.model.params import Block, HyperHead, Spec, block_specs, hyper_head_specs
+from dspark_jax.model.params import Block, HyperHead, block_specs, hyper_head_specs, leaf_spec
 
 
-@struct.dataclass
-class DraftParams:
+class DraftParams(struct.PyTreeNode):
     """Drafter stages and heads. Embedding and output head are the target's."""
 
     w_main: Weight  # [M, taps*M] context projection of the target's features
@@ -34,14 +33,14 @@ def draft_specs(cfg: ModelConfig) -> DraftParams:
     c, v, r, g = cfg.hidden_size, cfg.vocab_size, cfg.draft.markov_rank, cfg.draft.block_size
     taps = len(cfg.draft.target_layer_ids)
     return DraftParams(
-        w_main=Spec((c, taps * c), ("model", None), "fp8", "matrix"),
-        g_main=Spec((c,), ("model",), "bf16", "one"),
+        w_main=leaf_spec((c, taps * c), ("model", None), "fp8"),
+        g_main=leaf_spec((c,), ("model",), "bf16", "one"),
         stages=block_specs(cfg, cfg.draft.num_stages),
-        g_norm=Spec((c,), ("model",), "bf16", "one"),
+        g_norm=leaf_spec((c,), ("model",), "bf16", "one"),
         hyper_head=hyper_head_specs(cfg),
-        markov_w1=Spec((v, r), (None, None), "bf16", "matrix"),
-        markov_w2=Spec((v, r), (None, None), "bf16", "matrix"),
-        w_confidence=Spec((1, c + r), (None, None), "bf16", "matrix"),
-        calibration_scale=Spec((g,), (None,), "f32", "one"),
-        calibration_offset=Spec((g,), (None,), "f32", "zero"),
+        markov_w1=leaf_spec((v, r), (None, None), "bf16"),
+        markov_w2=leaf_spec((v, r), (None, None), "bf16"),
+        w_confidence=leaf_spec((1, c + r), (None, None), "bf16"),
+        calibration_scale=leaf_spec((g,), (None,), "f32", "one"),
+        calibration_offset=leaf_spec((g,), (None,), "f32", "zero"),
     )

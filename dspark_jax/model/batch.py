@@ -14,8 +14,7 @@ import numpy as np
 from flax import struct
 
 
-@struct.dataclass
-class TokenBatch:
+class TokenBatch(struct.PyTreeNode):
     """T tokens of up to R requests. All arrays are int32."""
 
     token_ids: jax.Array  # [T]

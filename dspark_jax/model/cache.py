@@ -17,8 +17,7 @@ from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.model.batch import TokenBatch
 
 
-@struct.dataclass
-class Cache:
+class Cache(struct.PyTreeNode):
     """Stacked over the layers of a kind. Arrays of kinds that a model lacks are None."""
 
     window: jax.Array  # [L, slots, W, D], ring slot = position mod W
@@ -32,8 +31,7 @@ class Cache:
     hca_open: jax.Array | None  # [L_hca, slots, m, 2D] float32: values, then gates + ape
 
 
-@struct.dataclass
-class StepRows:
+class StepRows(struct.PyTreeNode):
     """Rows that one step's tokens made, in flat token order: what `commit` moves into the rings."""
 
     window: jax.Array  # [L, T, D]

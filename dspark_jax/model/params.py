@@ -18,8 +18,7 @@ from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.quantized import Weight
 
 
-@struct.dataclass
-class Hyper:
+class Hyper(struct.PyTreeNode):
     """One hyper-connection mix. N streams; L layers in front when stacked."""
 
     w_fn: jax.Array  # [L, (2+N)N, N*M] float32
@@ -27,8 +26,7 @@ class Hyper:
     scale: jax.Array  # [L, 3] float32
 
 
-@struct.dataclass
-class HyperHead:
+class HyperHead(struct.PyTreeNode):
     """The final collapse of the streams."""
 
     w_fn: jax.Array  # [N, N*M] float32
@@ -36,8 +34,7 @@ class HyperHead:
     scale: jax.Array  # [1] float32
 
 
-@struct.dataclass
-class Block:
+class Block(struct.PyTreeNode):
     """What every layer has, stacked over L layers: sliding attention, experts and the mixes around both."""
 
     g_attn: jax.Array  # [L, M] norm before attention
@@ -60,8 +57,7 @@ class Block:
     w_shared_down: Weight  # [L, M, F]
 
 
-@struct.dataclass
-class Compressor:
+class Compressor(struct.PyTreeNode):
     """Gated pooling of m tokens into one entry, stacked over the layers that have it. k = 2 if overlapping."""
 
     w_kv: jax.Array  # [L, k*D, M] values
@@ -70,8 +66,7 @@ class Compressor:
     g_norm: jax.Array  # [L, D]
 
 
-@struct.dataclass
-class Indexer:
+class Indexer(struct.PyTreeNode):
     """Chooses the compressed entries that a token of a CSA layer attends to."""
 
     w_q_b: Weight  # [L, Hi*I, q_lora]
@@ -79,8 +74,7 @@ class Indexer:
     compressor: Compressor  # D = I
 
 
-@struct.dataclass
-class Params:
+class Params(struct.PyTreeNode):
     """The target model."""
 
     embed: jax.Array  # [V, M]
@@ -105,6 +99,13 @@ class Spec(NamedTuple):
     axes: tuple[str | None, ...]
     storage: str
     init: str  # "matrix", "one", "zero", "sink", "table"
+
+
+def leaf_spec(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], storage: str, init: str = "matrix"
+) -> Any:
+    """A `Spec`, typed as the array whose place it takes in a tree."""
+    return Spec(shape, axes, storage, init)
 
 
 def block_specs(cfg: ModelConfig, layers: int) -> Block:
@@ -159,11 +160,11 @@ def param_specs(cfg: ModelConfig) -> Params:
         hca = _compressor_specs(cfg, _stacker(num_hca), cfg.hca_ratio, cfg.head_dim, overlap=False)
     if cfg.num_hash_layers:
         shape = (cfg.num_hash_layers, v, cfg.num_experts_per_tok)
-        tid2eid = Spec(shape, (None, None, None), "i64", "table")
+        tid2eid = leaf_spec(shape, (None, None, None), "i64", "table")
     return Params(
-        embed=Spec((v, c), ("vocab", "model"), "bf16", "matrix"),
-        head=Spec((v, c), ("vocab", "model"), "bf16", "matrix"),
-        g_norm=Spec((c,), ("model",), "bf16", "one"),
+        embed=leaf_spec((v, c), ("vocab", "model"), "bf16"),
+        head=leaf_spec((v, c), ("vocab", "model"), "bf16"),
+        g_norm=leaf_spec((c,), ("model",), "bf16", "one"),
         hyper_head=hyper_head_specs(cfg),
         blocks=block_specs(cfg, cfg.num_hidden_layers),
         csa=csa,
@@ -177,9 +178,9 @@ def hyper_head_specs(cfg: ModelConfig) -> HyperHead:
     """Specifications of a stream collapse."""
     n, c = cfg.hc_mult, cfg.hidden_size
     return HyperHead(
-        w_fn=Spec((n, n * c), (None, "streams_model"), "f32", "matrix"),
-        base=Spec((n,), (None,), "f32", "zero"),
-        scale=Spec((1,), (None,), "f32", "one"),
+        w_fn=leaf_spec((n, n * c), (None, "streams_model"), "f32"),
+        base=leaf_spec((n,), (None,), "f32", "zero"),
+        scale=leaf_spec((1,), (None,), "f32", "one"),
     )
 
 
@@ -212,7 +213,7 @@ def _stacker(layers: int) -> Callable[..., Any]:
     def stack(
         shape: tuple[int, ...], axes: tuple[str | None, ...], storage: str, init: str = "matrix"
     ) -> Any:
-        return Spec((layers, *shape), ("layers", *axes), storage, init)
+        return leaf_spec((layers, *shape), ("layers", *axes), storage, init)
 
     return stack
 

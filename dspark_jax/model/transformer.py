@@ -23,8 +23,7 @@ from dspark_jax.model.layers import linear_f32, rms_norm, rotary_frequencies
 from dspark_jax.model.params import Block, Params
 
 
-@struct.dataclass
-class Forward:
+class Forward(struct.PyTreeNode):
     """Result of one pass over a batch."""
 
     hidden: jax.Array  # [T, M] after the final norm: input of the output head
@@ -185,6 +184,8 @@ def _attention(
     rows = attn.latent_rows(h, block, positions, frequencies, cfg.rms_norm_eps)
     main_open = index_open = entries = places = counts = None
     if kind is AttentionKind.CSA:
+        assert carry.csa_entries is not None and cache.csa_open is not None
+        assert carry.index_keys is not None and cache.index_open is not None
         weights = jax.tree.map(lambda x: x[own], params.csa)
         indexer = jax.tree.map(lambda x: x[own], params.indexer)
         main_open = attn.open_row(h, weights, positions)
@@ -206,6 +207,7 @@ def _attention(
             h, latent, index_keys, indexer, frame, layer=own, cfg=cfg
         )
     elif kind is AttentionKind.HCA:
+        assert carry.hca_entries is not None and cache.hca_open is not None
         weights = jax.tree.map(lambda x: x[own], params.hca)
         main_open = attn.open_row(h, weights, positions)
         entries = attn.write_entries(
@@ -254,8 +256,10 @@ def _stack_rows(cfg: ModelConfig, collected) -> StepRows:
                 parts.append(stacked.reshape(-1, *stacked.shape[2:]))
         return jnp.concatenate(parts) if parts else None
 
+    window = gather("window", None)
+    assert window is not None
     return StepRows(
-        window=gather("window", None),
+        window=window,
         csa_open=gather("main_open", AttentionKind.CSA),
         index_open=gather("index_open", AttentionKind.CSA),
         hca_open=gather("main_open", AttentionKind.HCA),

@@ -115,13 +115,14 @@ class Executables:
         )
         plan = PackedPlan(
             rows=_abstract_rows(options.rows),
-            prompt_ids=jax.ShapeDtypeStruct((bucket,), jnp.int32),
-            budget=jax.ShapeDtypeStruct((), jnp.int32),
-            page_table=jax.ShapeDtypeStruct((self._num_slots, self._max_pages), jnp.int32),
+            prompt_ids=_abstract_array((bucket,), jnp.int32),
+            budget=_abstract_array((), jnp.int32),
+            page_table=_abstract_array((self._num_slots, self._max_pages), jnp.int32),
         )
         step = partial(verify_step, cfg=self._cfg, options=options)
-        logprobs = DeviceLogprobs(chosen=0, top_ids=0, top=0)
-        results = (state, DeviceOutputs(ints=0, logprobs=logprobs, prompt_logprobs=logprobs))
+        leaf: Any = 0
+        logprobs = DeviceLogprobs(chosen=leaf, top_ids=leaf, top=leaf)
+        results = (state, DeviceOutputs(ints=leaf, logprobs=logprobs, prompt_logprobs=logprobs))
         return self._build(f"verify {options}", step, (params, state, plan), results)
 
     def _draft_program(self, params: Any, state: Any, bucket: int) -> Program:
@@ -143,9 +144,14 @@ class Executables:
 
 def _abstract_rows(rows: int) -> PackedRows:
     return PackedRows(
-        ints=jax.ShapeDtypeStruct((rows, NUM_INTS), jnp.int32),
-        floats=jax.ShapeDtypeStruct((rows, NUM_FLOATS), jnp.float32),
+        ints=_abstract_array((rows, NUM_INTS), jnp.int32),
+        floats=_abstract_array((rows, NUM_FLOATS), jnp.float32),
     )
+
+
+def _abstract_array(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A `ShapeDtypeStruct`, typed as the array whose place it takes in a tree."""
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:

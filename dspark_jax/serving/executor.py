@@ -46,7 +46,8 @@ class DeviceStep:
 
     def is_ready(self) -> bool:
         """True once `fetch` would not wait."""
-        return self.ints.is_ready() and (self.confidences is None or self.confidences.is_ready())
+        leaves: tuple[Any, ...] = (self.ints, self.confidences)  # JAX's types lack `is_ready`
+        return all(leaf is None or leaf.is_ready() for leaf in leaves)
 
     def fetch(self) -> StepOutputs:
         """Wait until the step has landed and return its outputs."""

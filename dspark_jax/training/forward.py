@@ -32,8 +32,7 @@ from dspark_jax.training.sinkhorn import fused_sinkhorn
 _MASKED = -1e30
 
 
-@struct.dataclass
-class SequenceOutput:
+class SequenceOutput(struct.PyTreeNode):
     """Result of one pass over B sequences of S tokens."""
 
     hidden: jax.Array  # [B, S, M] after the final norm: input of the output head

@@ -86,8 +86,7 @@ class TargetFlags:
     """Seed of the initial values and of the order of the rows."""
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """What a step changes. `params.tid2eid` is None; the table is fixed."""
 
     params: Params
