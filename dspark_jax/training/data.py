@@ -109,5 +109,7 @@ def held_out_windows(
 
 def unigram_nats(train: dict[str, TokenStream], held_out: TokenStream, vocab_size: int) -> float:
     """Mean loss on `held_out` of the training text's token frequencies (add-one smoothed), nats per token."""
-    counts = sum(np.bincount(s.tokens, minlength=vocab_size) for s in train.values()) + 1.0
+    counts = np.ones(vocab_size)
+    for stream in train.values():
+        counts += np.bincount(stream.tokens, minlength=vocab_size)
     return float(-np.log(counts / counts.sum())[held_out.tokens[1:]].mean())

@@ -108,6 +108,7 @@ def forward(
                 if kl is not None:
                     divergences.append(kl[i])
                 if first + i * width + j in tap_layers:
+                    assert outputs is not None
                     taps.append(outputs[j][i])
         first = stop
     hidden = collapse(streams, params.hyper_head, cfg)
@@ -176,7 +177,9 @@ def _layer(
         weights = mix(streams, block.hyper_ffn, cfg, fused=frame.fused)
         h = rms_norm(enter(streams, weights), block.g_ffn, cfg.rms_norm_eps)
         if kind.router is RouterKind.HASH:
-            chosen = layers.tables[j][frame.token_ids]
+            table = layers.tables[j]
+            assert table is not None
+            chosen = table[frame.token_ids]
             chosen = jax.nn.one_hot(chosen, cfg.n_routed_experts, dtype=bool).any(axis=-2)
         else:
             chosen = None
@@ -250,6 +253,7 @@ def experts(
         chosen = _top(jax.lax.stop_gradient(scores) + block.b_router, cfg.num_experts_per_tok)
     kept = jnp.where(chosen, scores, 0.0)
     gates = kept / (jnp.sum(kept, axis=-1, keepdims=True) + 1e-20) * cfg.routed_scaling_factor
+    assert isinstance(block.w_gate_up, jax.Array)  # masters are trained, not what is stored of them
     e, two_f, m = block.w_gate_up.shape
     both = linear(h, block.w_gate_up.reshape(e * two_f, m)).reshape(*h.shape[:-1], e, 2, two_f // 2)
     acted = clamped_swiglu(both[..., 0, :], both[..., 1, :], cfg.swiglu_limit)
@@ -284,6 +288,8 @@ def _attention(
     rows = latent_rows(h, block, frame.positions, frequencies, cfg.rms_norm_eps)
     entries = visible = index_scores = kl = None
     if kind is AttentionKind.CSA:
+        assert layers.csa is not None
+        assert layers.indexer is not None
         entries = pool_entries(h, layers.csa, cfg)
         visible = _visible(frame.positions, cfg.csa_ratio, entries.shape[1])
         index_scores = _index_scores(h, latent, layers.indexer, cfg, frame)
@@ -296,10 +302,13 @@ def _attention(
         )
         visible = visible & (index_scores >= threshold[..., None])
     elif kind is AttentionKind.HCA:
+        assert layers.hca is not None
         entries = pool_entries(h, layers.hca, cfg)
         visible = _visible(frame.positions, cfg.hca_ratio, entries.shape[1])
     out, mass = _attend(q, rows, entries, visible, block.attn_sink, cfg.sliding_window)
     if index_scores is not None:
+        assert mass is not None
+        assert visible is not None
         kl = _divergence(jax.lax.stop_gradient(mass), index_scores, visible)
     return project_output(out, block, frame.positions, frequencies, cfg), kl
 
@@ -397,6 +406,7 @@ def _attend(
     near_logits = jnp.where(seen, near_logits, _MASKED).reshape(batch, length, heads, 2 * window)
     top = jnp.maximum(jnp.max(near_logits, axis=-1), sink)
     if entries is not None:
+        assert visible is not None
         far_logits = scale * jnp.einsum(
             "bshd,bwd->bshw", q, entries, preferred_element_type=jnp.float32
         )

@@ -1,20 +1,18 @@
 """Sampling from the trained target, many sequences at a time: the drafter's training text.
 
 One token per step for thousands of sequences of one length, with dense position-addressed caches. It is the same
-model as `training.forward`; the probability of every sampled token is recorded so that this can be checked.
+model as `training.forward`; the probability of every sampled token is recorded so that this can be checked. What
+the drafter is trained on, the target's features, falls out of the same pass and stays on the device.
 """
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from dspark_jax.config import AttentionKind, ModelConfig, RouterKind
 from dspark_jax.model import hyper
@@ -50,11 +48,27 @@ class LayerCache(NamedTuple):
     index_pool: Pool | None
 
 
+class Features(NamedTuple):
+    """What the target computed for every token but the last, position first."""
+
+    taps: jax.Array  # [S-1, B, taps, M] stream means after the drafter's target layers
+    hidden: jax.Array  # [S-1, B, M] input of the output head: the distribution of the next token
+
+
 class Sampled(NamedTuple):
     """Sequences and the log-probability of each token given those before it (zero at position 0)."""
 
     tokens: jax.Array  # [B, S] int32
-    logprobs: jax.Array  # [B, S] float32
+    logprobs: jax.Array  # [B, S] float32, of the target at temperature 1
+    features: Features
+
+
+class Text(NamedTuple):
+    """What the target wrote behind prompts, and what it computed meanwhile."""
+
+    tokens: jax.Array  # [B, S] int32
+    prompt_lens: jax.Array  # [B] int32
+    features: Features
 
 
 def empty_caches(cfg: ModelConfig, batch: int, length: int, dtype: Any) -> list[LayerCache]:
@@ -90,8 +104,14 @@ def step(
     position: jax.Array,
     *,
     fused: bool,
-) -> tuple[jax.Array, list[LayerCache]]:
-    """Logits float32 [B, V] after token_ids [B] at one common `position`, and the caches that hold them."""
+) -> tuple[jax.Array, jax.Array, list[LayerCache]]:
+    """One token further: token_ids [B] at one common `position`.
+
+    Returns the final hidden state [B, M], the drafter's taps [B, taps, M] (none without `cfg.draft`), and the
+    caches that hold the tokens.
+    """
+    tap_layers = cfg.draft.target_layer_ids if cfg.draft else ()
+    taps = [jnp.zeros((len(token_ids), 0, cfg.hidden_size), params.embed.dtype)]
     streams = hyper.spread(params.embed[token_ids][:, None], cfg.hc_mult)
     at = position[None, None]
     updated = []
@@ -112,8 +132,10 @@ def step(
             chosen = jax.nn.one_hot(chosen, cfg.n_routed_experts, dtype=bool).any(axis=-2)
         out, _ = experts(h, block, cfg, chosen=chosen)
         streams = leave(streams, out, weights)
+        if i in tap_layers:
+            taps.append(jnp.mean(streams, axis=2, dtype=jnp.float32).astype(streams.dtype))
     hidden = rms_norm(collapse(streams, params.hyper_head, cfg), params.g_norm, cfg.rms_norm_eps)
-    return logits(params, hidden[:, 0]), updated
+    return hidden[:, 0], jnp.concatenate(taps, axis=1), updated
 
 
 def _compressors(
@@ -232,63 +254,60 @@ def sample(
     prompt_lens: jax.Array,
     key: jax.Array,
     *,
+    temperature: float | jax.Array = 1.0,
     fused: bool = False,
 ) -> Sampled:
-    """Continue prompts at temperature 1 to their full length.
+    """Continue prompts to their full length.
 
     Args:
       params: plain arrays; computes in the dtype of `params.embed`.
       prompts: int [B, S]; of row b the first prompt_lens[b] >= 1 ids are given and the rest is ignored.
       key: a typed key; "rbg" keys are much faster on a GPU.
+      temperature: 0 takes the most probable token.
     """
     batch, length = prompts.shape
     caches = empty_caches(cfg, batch, length, params.embed.dtype)
+    divisor = jnp.where(temperature == 0, 1.0, temperature)
 
     def advance(carry, position):
         caches, token = carry
-        predicted, caches = step(params, cfg, caches, token, position, fused=fused)
-        drawn = jax.random.categorical(jax.random.fold_in(key, position), predicted)
+        hidden, taps, caches = step(params, cfg, caches, token, position, fused=fused)
+        predicted = logits(params, hidden)
+        noise = jax.random.gumbel(jax.random.fold_in(key, position), predicted.shape)
+        noise = jnp.where(temperature == 0, 0.0, noise)
+        drawn = jnp.argmax(predicted / divisor + noise, axis=-1)
         given = jax.lax.dynamic_index_in_dim(prompts, position + 1, axis=1, keepdims=False)
         token = jnp.where(position + 1 < prompt_lens, given, drawn).astype(jnp.int32)
         logprob = jnp.take_along_axis(jax.nn.log_softmax(predicted), token[:, None], axis=1)[:, 0]
-        return (caches, token), (token, logprob)
+        return (caches, token), (token, logprob, Features(taps, hidden))
 
     first = prompts[:, 0].astype(jnp.int32)
-    _, (tokens, logprobs) = jax.lax.scan(advance, (caches, first), jnp.arange(length - 1))
+    _, (tokens, logprobs, features) = jax.lax.scan(advance, (caches, first), jnp.arange(length - 1))
     return Sampled(
         tokens=jnp.concatenate([first[:, None], tokens.T], axis=1),
         logprobs=jnp.concatenate([jnp.zeros((batch, 1)), logprobs.T], axis=1),
+        features=features,
     )
 
 
-def generate(
+def write_text(
     params: Params,
     cfg: ModelConfig,
-    prompt_rows: Callable[[int], tuple[np.ndarray, np.ndarray]],
-    *,
-    num_tokens: int,
-    batch: int,
+    prompts: np.ndarray,
+    prompt_lens: np.ndarray,
     seed: int,
-    fused: bool,
-    impl: str | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """At least `num_tokens` sampled tokens as tokens uint16, logprobs float16 [N, S] and prompt_lens [N].
-
-    `prompt_rows(n)` gives prompts [n, S] and their lengths [n]; given tokens do not count.
-    """
-    key = jax.random.key(seed, impl=impl)
-    done, rounds = 0, []
-    started = time.perf_counter()
-    with tqdm(total=num_tokens, desc="sampling", unit="token", unit_scale=True) as bar:
-        while done < num_tokens:
-            prompts, prompt_lens = prompt_rows(batch)
-            out = sample(
-                params, cfg, prompts, prompt_lens, jax.random.fold_in(key, len(rounds)), fused=fused
-            )
-            tokens = np.asarray(out.tokens).astype(np.uint16)
-            rounds.append((tokens, np.asarray(out.logprobs).astype(np.float16), prompt_lens))
-            fresh = int((prompts.shape[1] - prompt_lens).sum())
-            done += fresh
-            bar.update(fresh)
-    tqdm.write(f"{done} tokens in {time.perf_counter() - started:.1f} s")
-    return tuple(np.concatenate(parts) for parts in zip(*rounds))
+    *,
+    temperature: float = 1.0,
+) -> Text:
+    """`sample` with the generator and the kernels of the machine that it runs on."""
+    on_gpu = jax.default_backend() == "gpu"
+    sampled = sample(
+        params,
+        cfg,
+        jnp.asarray(prompts),
+        jnp.asarray(prompt_lens),
+        jax.random.key(seed, impl="rbg"),
+        temperature=jnp.float32(temperature),
+        fused=on_gpu,
+    )
+    return Text(sampled.tokens, jnp.asarray(prompt_lens), sampled.features)

@@ -15,7 +15,7 @@ _PART_BYTES = 15 << 20
 def save_master(folder: Path, tree: Any) -> None:
     """Write the leaves of a tree as `master_<n>.npz`, each at most 15 MiB, floats as bfloat16 bits."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts: list[dict[str, np.ndarray]] = [{}]
+    parts: list[dict[str, Any]] = [{}]
     size = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         value = np.asarray(leaf)

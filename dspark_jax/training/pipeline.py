@@ -6,20 +6,20 @@ stage reads. See docs/training.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import tyro
 
-from dspark_jax.training import train_target
+from dspark_jax.training import draft_stage, train_target
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFlags:
     """Build one part of the bundled model."""
 
-    stage: Literal["target"]
+    stage: Literal["target", "draft"]
     """What to build."""
     out: Path = Path("out")
     """Folder for the results; each stage has its own below it."""
@@ -27,20 +27,36 @@ class PipelineFlags:
     """Folder written by `dspark_jax.training.tokenizer`."""
     target_minutes: float = 5.0
     """Time for the target's steps."""
+    target: Path | None = None
+    """Folder of the target stage, by default `target` below `out`."""
+    draft: draft_stage.DraftTimes = field(default_factory=draft_stage.DraftTimes)
+    """How the drafter's stage spends its time."""
     seed: int = 0
     """Seed of everything random."""
 
 
 def main(flags: PipelineFlags) -> None:
     """Run one stage."""
-    train_target.main(
-        train_target.TargetFlags(
-            tokens=flags.tokens,
-            out=flags.out / "target",
-            max_minutes=flags.target_minutes,
-            seed=flags.seed,
+    target = flags.target or flags.out / "target"
+    if flags.stage == "target":
+        train_target.main(
+            train_target.TargetFlags(
+                tokens=flags.tokens,
+                out=target,
+                max_minutes=flags.target_minutes,
+                seed=flags.seed,
+            )
         )
-    )
+    else:
+        draft_stage.main(
+            draft_stage.DraftFlags(
+                target=target / "checkpoint",
+                tokens=flags.tokens,
+                out=flags.out / "draft",
+                times=flags.draft,
+                seed=flags.seed,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ VOCAB_SIZE = 2048
 
 
 def bundled_config(
-    vocab_size: int = VOCAB_SIZE, *, num_stages: int = 2, markov_rank: int = 64
+    vocab_size: int = VOCAB_SIZE, *, num_stages: int = 2, markov_rank: int = 128
 ) -> ModelConfig:
     """Every mechanism of DeepSeek-V4-Flash and its drafter, small enough to ship.
 

@@ -120,7 +120,7 @@ def hash_table(counts: np.ndarray, cfg: ModelConfig) -> np.ndarray:
 
 def run(
     params: Params,
-    table: jax.Array,
+    table: jax.Array | None,
     cfg: ModelConfig,
     token_ids: jax.Array,
     *,
@@ -140,7 +140,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def train_step(
     state: TrainState,
-    table: jax.Array,
+    table: jax.Array | None,
     tokens: jax.Array,
     starts: jax.Array,
     rate: jax.Array,
@@ -162,7 +162,8 @@ def train_step(
         return nats + jnp.sum(out.index_kl), (nats, out)
 
     grads, (nats, out) = jax.grad(loss, has_aux=True)(state.params)
-    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+    before: Any = state.params  # the optimiser's types know no trees but their own
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, before)
     params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
     scored = slice(cfg.num_hash_layers, None)
     bias = params.blocks.b_router
@@ -178,7 +179,7 @@ def train_step(
 
 def held_out_losses(
     params: Params,
-    table: jax.Array,
+    table: jax.Array | None,
     cfg: ModelConfig,
     streams: dict[str, TokenStream],
     *,
