@@ -1,0 +1,60 @@
+"""`expert_mlp`: sorting, tiles and grouped products, interpreted, against the reference."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.kernels.dispatch import Backend, Dispatch
+from dspark_jax.kernels.expert_mlp import expert_mlp
+from dspark_jax.kernels.expert_mlp.cases import TEST_CASES, Case, make
+from dspark_jax.kernels.expert_mlp.plan import make_plan
+from dspark_jax.kernels.quantized import pack_fp4_scale, unpack_fp4_scale
+from tests.parity.compare import FLOAT32_OP, Tolerance, assert_close
+from tests.seeds import fresh_seed
+
+INTERPRETED = Dispatch(Backend.PALLAS, interpret=True)
+FLOAT16_OPERANDS = Tolerance(3e-3, 3e-3, 1e-6)
+"""Activations between the two products are rounded to float16."""
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=lambda case: f"{case.storage}-{case.name}")
+def test_against_reference(case: Case) -> None:
+    plain = case.storage == "plain"
+    arguments = make(case, fresh_seed(), jnp.float32 if plain else jnp.bfloat16)
+    # The reference multiplies padding by zero, so its rows must be numbers there.
+    clean = arguments | {"x": jnp.nan_to_num(arguments["x"])}
+    expected = expert_mlp(**clean, dispatch=Dispatch())
+    out = expert_mlp(**arguments, dispatch=INTERPRETED)
+    assert_close(out, expected, FLOAT32_OP if plain else FLOAT16_OPERANDS, case.name)
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+def test_plan_sorts_stably_and_covers_every_assignment_once(rows: int) -> None:
+    experts = 5
+    rng = np.random.default_rng(fresh_seed())
+    ids = rng.integers(0, experts + 1, (9, 3)).astype(np.int32)  # 5 is padding
+    plan = make_plan(jnp.asarray(ids), experts=experts, rows=rows, dispatch=INTERPRETED)
+    flat = ids.reshape(-1)
+    real = int((flat < experts).sum())
+    np.testing.assert_array_equal(
+        np.asarray(plan.order)[:real], np.argsort(flat, kind="stable")[:real]
+    )
+    covered: list[int] = []
+    for expert, begin, count in zip(*(np.asarray(x) for x in plan[1:])):
+        assert count <= rows
+        places = range(begin, begin + count)
+        assert all(flat[plan.order[place]] == expert for place in places)
+        covered += places
+    assert sorted(covered) == list(range(real))
+
+
+@pytest.mark.parametrize("runs", [1, 3, 4, 9])
+def test_scale_words_round_trip(runs: int) -> None:
+    exponents = np.random.default_rng(fresh_seed()).integers(0, 255, (2, 6, runs), dtype=np.uint8)
+    for array in (exponents, jnp.asarray(exponents)):
+        words = pack_fp4_scale(array)
+        assert words.shape == (2, -(-runs // 4), 6)
+        assert words.dtype == np.int32
+        np.testing.assert_array_equal(unpack_fp4_scale(words, 32 * runs), exponents)
