@@ -72,7 +72,8 @@ class PromptSampler:
         seed: int,
     ):
         self._rows = RowSampler(streams, length, seed)
-        self._draw = np.random.default_rng(seed)
+        # Not the numbers that choose the rows: lengths would follow the kind of text.
+        self._draw = np.random.default_rng([seed, 1])
         self._markers = markers
         self._length = length
         self._bounds = np.log(shortest), np.log(longest)
