@@ -52,6 +52,7 @@ from dspark_jax.training.train_draft import Trainer, TrainingFlags, write_lines
 _FIT_PROMPTS = 1024
 _FIT_ROUNDS = 100_000
 _LEAST_COMPARISON_S = 15.0
+_FINISHING_S = 90.0  # kept for calibration, export and evaluation
 _COST_CONTEXT = 1024
 
 
@@ -83,7 +84,7 @@ class DraftFlags:
     """Folder for parameters, calibration, checkpoint, log and metrics."""
     times: DraftTimes = field(default_factory=DraftTimes)
     """How long each part takes."""
-    max_texts: int = 12
+    max_texts: int = 10
     """At most this many texts of `rows` sequences, which must fit the device's memory."""
     rows: int = 4096
     """Sequences of a text."""
@@ -209,8 +210,9 @@ def main(flags: DraftFlags, cfg: ModelConfig | None = None) -> None:
         "parts_s": watch.parts,
     }
     with (flags.out / "log.jsonl").open("w") as log:
+        left = flags.times.deadline_seconds - watch.elapsed - _FINISHING_S
         params, report["training"] = trainer.train(
-            write_lines(log, "drafter"), seconds=flags.times.train_seconds
+            write_lines(log, "drafter"), seconds=min(flags.times.train_seconds, left)
         )
         save_master(flags.out, params)
         watch.lap("training")
