@@ -62,8 +62,8 @@ def triton_call(
     )(*args)
 
 
-def gather(ref: Any, *index: jax.Array, mask: jax.Array) -> jax.Array:
-    """Elements of `ref` at broadcast index arrays, 0 where `mask` is false; those are not read.
+def gather(ref: Any, *index: jax.Array | int, mask: jax.Array) -> jax.Array:
+    """Elements of `ref` at broadcast indices, 0 where `mask` is false; those are not read.
 
     All arrays broadcast to one shape, as interpreted masked loads require.
     """
@@ -73,8 +73,8 @@ def gather(ref: Any, *index: jax.Array, mask: jax.Array) -> jax.Array:
     return plt.load(ref.at[where], mask=jnp.broadcast_to(mask, shape), other=zero)
 
 
-def scatter(ref: Any, *index: jax.Array, value: jax.Array, mask: jax.Array) -> None:
-    """Store `value`, cast to the dtype of `ref`, at broadcast index arrays where `mask` is true.
+def scatter(ref: Any, *index: jax.Array | int, value: jax.Array, mask: jax.Array) -> None:
+    """Store `value`, cast to the dtype of `ref`, at broadcast indices where `mask` is true.
 
     No place may be named twice, by a masked lane either: interpreted, those write the old value back. Give such
     lanes an index beyond the end.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.experimental import serialize_executable
 
 import dspark_jax
@@ -76,7 +76,7 @@ def _environment() -> str:
     return "\n".join(
         [
             jax.__version__,
-            jaxlib.__version__,
+            jaxlib.version.__version__,
             f"{device.platform} {device.device_kind} x{jax.device_count()}",
             _processor() if device.platform == "cpu" else "",
             os.environ.get("XLA_FLAGS", ""),

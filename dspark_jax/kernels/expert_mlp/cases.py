@@ -36,7 +36,7 @@ class Case:
     limit: float = 10.0
 
 
-TINY = {"experts": 4, "model": 64, "width": 32, "k": 2}
+TINY: dict[str, Any] = {"experts": 4, "model": 64, "width": 32, "k": 2}
 
 TEST_CASES = (
     Case("one_token", 1, storage="plain", **TINY),
@@ -48,8 +48,8 @@ TEST_CASES = (
     Case("wide_blocks", 5, storage="fp8", experts=3, model=256, width=128, k=2),
 )
 
-FLASH = {"experts": 256, "model": 4096, "width": 2048, "k": 6}
-PRO = {"experts": 384, "model": 7168, "width": 3072, "k": 6}
+FLASH: dict[str, Any] = {"experts": 256, "model": 4096, "width": 2048, "k": 6}
+PRO: dict[str, Any] = {"experts": 384, "model": 7168, "width": 3072, "k": 6}
 
 
 def make(case: Case, seed: int, dtype: Any) -> dict[str, Any]:

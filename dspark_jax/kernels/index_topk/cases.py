@@ -31,7 +31,7 @@ class Case:
     ties: bool = False
 
 
-TINY = {"k": 4, "heads": 16, "width": 16, "max_pages": 5, "per_page": 4}
+TINY: dict[str, Any] = {"k": 4, "heads": 16, "width": 16, "max_pages": 5, "per_page": 4}
 
 TEST_CASES = (
     Case("one_token", (Row(1, 9),), **TINY),
@@ -42,17 +42,17 @@ TEST_CASES = (
     Case("ties", (Row(6, 18), Row(2, 12)), ties=True, **TINY),
 )
 
-FLASH = {"k": 512, "heads": 64, "width": 128, "per_page": 64}
-PRO = {"k": 1024, "heads": 64, "width": 128, "per_page": 64}
+FLASH: dict[str, Any] = {"k": 512, "heads": 64, "width": 128, "per_page": 64}
+PRO: dict[str, Any] = {"k": 1024, "heads": 64, "width": 128, "per_page": 64}
 
 
-def decode_case(tokens: int, entries: int, *, per_request: int = 8, **size: int) -> Case:
+def decode_case(tokens: int, entries: int, *, per_request: int = 8, **size: Any) -> Case:
     """`tokens` tokens in requests of `per_request`, each seeing `entries`."""
     rows = tuple(Row(per_request, entries) for _ in range(max(1, tokens // per_request)))
     return Case(f"decode_{tokens}x{entries}", rows, max_pages=entries // size["per_page"], **size)
 
 
-def prefill_case(tokens: int, entries: int, **size: int) -> Case:
+def prefill_case(tokens: int, entries: int, **size: Any) -> Case:
     """One prompt chunk of `tokens` tokens, each seeing `entries`."""
     rows = (Row(tokens, entries),)
     return Case(f"prefill_{tokens}x{entries}", rows, max_pages=entries // size["per_page"], **size)

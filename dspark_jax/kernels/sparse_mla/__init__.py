@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 
 from dspark_jax.kernels.dispatch import Backend, Dispatch
@@ -50,10 +52,9 @@ def sparse_mla(
     if dispatch.backend is Backend.PALLAS:
         from dspark_jax.kernels.sparse_mla.pallas_triton import sparse_mla_pallas
 
-        run = sparse_mla_pallas
-        extra = {"dispatch": dispatch}
+        run = partial(sparse_mla_pallas, dispatch=dispatch)
     else:
-        run, extra = sparse_mla_reference, {}
+        run = sparse_mla_reference
     return run(
         q,
         window,
@@ -70,5 +71,4 @@ def sparse_mla(
         entry_places=entry_places,
         entry_counts=entry_counts,
         unrotate=unrotate,
-        **extra,
     )

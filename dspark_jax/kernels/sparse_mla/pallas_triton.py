@@ -11,6 +11,7 @@ from buffering more row tiles than fit shared memory. Scores are kept in base tw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -133,6 +134,7 @@ def sparse_mla_pallas(
         "step_counts": jnp.where(is_token, positions + 1 - first_step, 0),
     }
     if listed:
+        assert entries is not None
         refs["listed"] = entries.reshape(entries.shape[0], -1, width)
         refs["listed_places"] = entry_places
         refs["listed_counts"] = jnp.where(is_token, entry_counts, 0)
@@ -167,7 +169,7 @@ def sparse_mla_pallas(
     return out[0]
 
 
-def _call(body, refs: dict[str, jax.Array], **options: Any) -> Any:
+def _call(body, refs: Mapping[str, Any], **options: Any) -> Any:
     """`triton_call` of `body(refs, outs)` with inputs by name."""
     names = tuple(refs)
 
@@ -194,8 +196,10 @@ def _attend(refs: dict[str, Any], outs: tuple[Any, ...], *, tile: Tile, parts) -
         gather(refs["q"], token, head[:, None], c[None], mask=is_head[:, None]).astype(dtype)
         for c in channels
     ]
-    sources = [("ring", (refs["layers"][0], refs["slots"][token]), tile.keys)]
-    sources.append(("step", (), tile.step_keys))
+    sources: list[tuple[str, tuple[Any, ...], int]] = [
+        ("ring", (refs["layers"][0], refs["slots"][token]), tile.keys),
+        ("step", (), tile.step_keys),
+    ]
     if "listed" in refs:
         sources.append(("listed", (refs["layers"][1],), tile.keys))
     counts = [refs[f"{name}_counts"][token] for name, _, _ in sources]
