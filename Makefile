@@ -6,6 +6,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Further requirements for pip, for example PINS='jax==0.11.2'.
@@ -40,8 +41,8 @@ test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU
 	$(BIN)/pytest -m gpu $(ARGS)
 
 test-312:  ## the tests on the other supported pair, Python 3.12 and JAX 0.11
-	@command -v python3.12 >/dev/null || { echo 'error: python3.12 is not on the PATH' >&2; exit 1; }
-	$(MAKE) VENV=.venv-312 PYTHON=python3.12 PINS=jax==0.11.2 .venv-312/.test
+	@$(PYTHON312) -c '' || { echo 'error: no Python 3.12: make test-312 PYTHON312=/path/to/python3.12' >&2; exit 1; }
+	$(MAKE) VENV=.venv-312 PYTHON=$(PYTHON312) PINS=jax==0.11.2 .venv-312/.test
 	.venv-312/bin/pytest $(ARGS)
 
 clean:  ## remove environments and caches

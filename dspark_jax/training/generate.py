@@ -128,6 +128,7 @@ def step(
         h = rms_norm(enter(streams, weights), block.g_ffn, cfg.rms_norm_eps)
         chosen = None
         if kind.router is RouterKind.HASH:
+            assert params.tid2eid is not None
             chosen = params.tid2eid[i][token_ids[:, None]]
             chosen = jax.nn.one_hot(chosen, cfg.n_routed_experts, dtype=bool).any(axis=-2)
         out, _ = experts(h, block, cfg, chosen=chosen)
@@ -168,10 +169,12 @@ def _attention(
     pool = index_pool = None
     compressor, indexer = compressors
     if compressor is not None:
+        assert cache.pool is not None
         pool = _advance(cache.pool, h, compressor, cfg, position)
         ratio = compressor.ape.shape[0]
         visible = jnp.arange(pool.entries.shape[1]) < (position + 1) // ratio
         if indexer is not None:
+            assert cache.index_pool is not None
             index_pool = _advance(cache.index_pool, h, indexer.compressor, cfg, position)
             visible = _choose(h, latent, indexer, index_pool.entries, visible, cfg, at)
         keys.append(pool.entries)

@@ -220,7 +220,8 @@ def draft_step(
         return losses.total, (losses, loads)
 
     grads, (losses, loads) = jax.grad(loss, has_aux=True)(state.params)
-    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+    before: Any = state.params  # the optimiser's types know no trees but their own
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, before)
     params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
     bias = balance(params.stages.b_router, loads, balance_rate)
     params = params.replace(stages=params.stages.replace(b_router=bias))
@@ -268,7 +269,7 @@ class Trainer:
         return (
             self._embed,
             self._head,
-            self._texts[self._order.integers(len(self._texts))],
+            self._texts[int(self._order.integers(len(self._texts)))],
             jax.random.fold_in(self._key, step),
             jnp.float32(rate),
             jnp.float32(flags.balance_rate * fraction),
@@ -304,6 +305,7 @@ class Trainer:
                     jax.block_until_ready(result)
                     now = time.perf_counter()
                     if step == _TIMED_STEPS.stop:
+                        assert seconds is not None
                         step_s = (now - timed_from) / len(_TIMED_STEPS)
                         total = step + max(round((seconds - (now - started)) / step_s), 0)
                         bar.total = total

@@ -157,9 +157,10 @@ def sparse_mla_pallas(
         num_stages=tile.stages,
     )
     if tile.splits > 1:
+        partial_out, lse = out
         out = _call(
             partial(_merge, splits=tile.splits),
-            dict(zip(("partial", "lse"), out)) | angles,
+            {"partial": partial_out, "lse": lse, **angles},
             grid=(pl.cdiv(heads, MERGE_HEADS), tokens),
             out_shape=(whole,),
             name="sparse_mla_merge",
