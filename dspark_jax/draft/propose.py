@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,15 @@ from dspark_jax.model.transformer import logits
 # -> token int32 [R], the shaped logits float32 [R, V] that it was drawn from
 Chooser = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
+# (state, token before [R], draft position k) -> state, transition logits float32 [R, V]
+Transition = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
+
 
 class Proposal(NamedTuple):
     """G drafted tokens for each of R requests."""
 
     tokens: jax.Array  # [R, G] int32
-    shaped: (
-        jax.Array
-    )  # [R, G, V] float32, logits of the distributions q that the tokens were drawn from
+    shaped: jax.Array  # [R, G, V] float32, logits of the q that each token was drawn from
     logprobs: jax.Array  # [R, G] float32, log q of each token
     confidences: jax.Array  # [R, G] float32, conditional and calibrated
 
@@ -63,22 +64,59 @@ def propose(
         dispatch=dispatch,
     )
     base = logits(target, rms_norm(hidden, params.g_norm, cfg.rms_norm_eps))  # [R, G, V]
-    drafts = base.shape[1]
-
-    def draw_one(carry, k):
-        previous, drafted = carry
-        corrected = base[:, k] + transition_logits(params, previous)
-        token, shaped = choose(corrected, positions + 1 + k, drafted)
-        return (token, drafted.at[:, k].set(token)), shaped
-
-    nothing = jnp.full((anchors.shape[0], drafts), -1, jnp.int32)
-    (_, tokens), shaped = jax.lax.scan(draw_one, (anchors, nothing), jnp.arange(drafts))
-    shaped = jnp.moveaxis(shaped, 0, 1)
-    own = jnp.take_along_axis(shaped, tokens[..., None], axis=-1)[..., 0]
-    before = jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
+    tokens, shaped = draw_in_sequence(
+        base,
+        (),
+        lambda state, previous, k: (state, transition_logits(params, previous)),
+        anchors=anchors,
+        positions=positions,
+        choose=choose,
+    )
+    before = tokens_before(anchors, tokens)
     return Proposal(
         tokens=tokens,
         shaped=shaped,
-        logprobs=own - jax.nn.logsumexp(shaped, axis=-1),
+        logprobs=drawn_logprobs(shaped, tokens),
         confidences=calibrate(params, confidence_logits(params, hidden, before)),
     )
+
+
+def draw_in_sequence(
+    base: jax.Array,
+    state: Any,
+    transition: Transition,
+    *,
+    anchors: jax.Array,
+    positions: jax.Array,
+    choose: Chooser,
+) -> tuple[jax.Array, jax.Array]:
+    """Draw G tokens left to right from `base` float32 [R, G, V] corrected by the token before each.
+
+    `transition` starts with `state`; the first token follows `anchors` int32 [R] at `positions` [R].
+
+    Returns:
+      tokens int32 [R, G], and the shaped logits float32 [R, G, V] that they were drawn from.
+    """
+    drafts = base.shape[1]
+
+    def draw_one(carry, k):
+        state, previous, drafted = carry
+        state, bias = transition(state, previous, k)
+        token, shaped = choose(base[:, k] + bias, positions + 1 + k, drafted)
+        return (state, token, drafted.at[:, k].set(token)), shaped
+
+    nothing = jnp.full((anchors.shape[0], drafts), -1, jnp.int32)
+    start = (state, anchors, nothing)
+    (_, _, tokens), shaped = jax.lax.scan(draw_one, start, jnp.arange(drafts))
+    return tokens, jnp.moveaxis(shaped, 0, 1)
+
+
+def tokens_before(anchors: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The token before each drafted one, int32 [R, G]."""
+    return jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
+
+
+def drawn_logprobs(shaped: jax.Array, tokens: jax.Array) -> jax.Array:
+    """log q of each token [R, G] under shaped logits [R, G, V]."""
+    own = jnp.take_along_axis(shaped, tokens[..., None], axis=-1)[..., 0]
+    return own - jax.nn.logsumexp(shaped, axis=-1)
