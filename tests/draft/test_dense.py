@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +13,15 @@ import torch
 from dspark_jax.checkpoint.deepspec import load_deepspec
 from dspark_jax.checkpoint.safetensors import CheckpointError
 from dspark_jax.config import ConfigError
-from dspark_jax.draft.dense import (
-    extend_dense_context,
-    init_dense_context,
-    propose_dense,
-    run_dense_block,
-)
+from dspark_jax.draft.dense import init_dense_context
+from tests.draft.dense_drafters import MAX_LEN, SLOTS, TOKENS, draft, extend, published, save
 from tests.parity.compare import FLOAT32_MODEL, assert_close
-from tests.quick_jit import quick_jit
 from tests.seeds import fresh_seed
 from tests.torch_ref.configs import dense_config, dense_weights, random_features
 from torch_ref.checkpoint import save_checkpoint
-from torch_ref.dense_draft import DenseDraftConfig, DenseDrafter, dense_block
+from torch_ref.dense_draft import DenseDrafter, dense_block
 from torch_ref.scope import Scope
 
-SLOTS = 4
-TOKENS = 24
-MAX_LEN = 40
 VARIANTS = {
     "vanilla": {},
     "gated": {"markov_head_type": "gated"},
@@ -40,42 +29,6 @@ VARIANTS = {
     "confidence without the token before": {"confidence_head_with_markov": False},
     "no confidence head": {"enable_confidence_head": False},
 }
-
-
-def published(cfg: DenseDraftConfig) -> dict[str, Any]:
-    """Content of a drafter's `config.json`."""
-    return {
-        **vars(cfg),
-        "architectures": ["Qwen3DSparkModel"],
-        "layer_types": ["full_attention"] * cfg.num_hidden_layers,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "num_target_layers": 36,
-    }
-
-
-def save(folder: Path, cfg: DenseDraftConfig, seed: int = 1) -> dict[str, torch.Tensor]:
-    weights = dense_weights(cfg, seed)
-    save_checkpoint(folder, weights, published(cfg))
-    return weights
-
-
-@partial(quick_jit, static_argnames="cfg")
-def extend(params, context, features, slots, positions, kept, *, cfg):
-    return extend_dense_context(
-        params, cfg, context, features, slots=slots, positions=positions, kept=kept
-    )
-
-
-@partial(quick_jit, static_argnames="cfg")
-def draft(params, context, anchors, positions, *, cfg):
-    where = {"anchors": anchors, "positions": positions, "slots": jnp.arange(SLOTS)}
-    hidden = run_dense_block(params, cfg, context, **where)
-
-    def choose(logits, places, drafted):
-        return jnp.argmax(logits, axis=-1), logits
-
-    return hidden, propose_dense(params, cfg, context, choose=choose, **where)
 
 
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
