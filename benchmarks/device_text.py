@@ -1,10 +1,11 @@
 """Greedy text of the engine on this device, with log-probabilities, to compare with another device's.
 
-    python -m benchmarks.device_text --write gpu.json          # on one machine
-    python -m benchmarks.device_text --compare gpu.json        # on the other
+    python -m benchmarks.device_text --write gpu.json -- [server flags]      # on one machine
+    python -m benchmarks.device_text --compare gpu.json -- [server flags]    # on the other
 
-Prints, for every prompt, where the two texts first differ, how far apart the log-probabilities are up to there, and
-the gap between the two best tokens at that place: a difference within the arithmetic's error is no disagreement.
+Prints, for every prompt, where the two texts first differ, how far apart the log-probabilities are up to there,
+and the gap between the two best tokens at that place: a difference within the arithmetic's error is no
+disagreement.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -48,8 +49,6 @@ class Flags:
     """Result of another device."""
     tolerance: float = 0.1
     """Largest difference of log-probabilities before the texts part."""
-    server: tuple[str, ...] = field(default_factory=tuple)
-    """Flags of the server, for example --model FOLDER, as one quoted word each."""
 
 
 async def generate(engine: Engine, tokenizer: TextTokenizer, max_tokens: int) -> list[dict]:
@@ -95,9 +94,11 @@ def compare(ours: list[dict], theirs: list[dict], tolerance: float) -> bool:
     return agree
 
 
-def main(flags: Flags) -> int:
+def main(argv: list[str]) -> int:
     """Generate, then write or compare."""
-    config: ServeConfig = parse_flags(flags.server)
+    split = argv.index("--") if "--" in argv else len(argv)
+    flags = tyro.cli(Flags, args=argv[:split])
+    config: ServeConfig = parse_flags(argv[split + 1 :])
     engine = Engine.from_config(config, Metrics("dspark"))
     started = time.perf_counter()
     engine.start()
@@ -120,4 +121,4 @@ def main(flags: Flags) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Flags)))
+    sys.exit(main(sys.argv[1:]))
