@@ -3,7 +3,7 @@
     python -m benchmarks.transformers_generate --output benchmarks/results/transformers_generate.json
 
 Both get the same token ids, all prompts of one length so that transformers needs no padding, make the same number
-of greedy tokens in float32, and take turns. Ours is the whole server, HTTP included; it idles while the other runs.
+of greedy tokens in float32, and take turns. Ours is the whole server with HTTP; it idles while the other runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tyro
 
 from benchmarks.prompts import held_out_passages, load_tokenizer
 from benchmarks.result import Result
-from benchmarks.server import Answer, Server, run_all, run_benchmark, serving
+from benchmarks.server import Answer, Server, SpeculativeOptions, run_all, run_benchmark, serving
 from tests.parity.hf import hf_model
 from torch_ref.checkpoint import load_checkpoint
 
@@ -57,7 +57,6 @@ def generate(model: Any, prompts: Sequence[Ids], num_tokens: int, batch: int) ->
                 attention_mask=torch.ones_like(token_ids),
                 max_new_tokens=num_tokens,
                 do_sample=False,
-                eos_token_id=-1,  # no token ends the text: every round makes the same number
                 pad_token_id=0,
             )
         answers += whole[:, token_ids.shape[1] :].tolist()
@@ -77,6 +76,7 @@ async def compare(options: SpeedOptions) -> int:
     cfg, weights = load_checkpoint(options.model_folder)
     trunk = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
     model = hf_model(trunk, cfg)
+    model.generation_config.eos_token_id = None  # no token ends the text, as with ignore_eos
     tokenizer = load_tokenizer(options.model_folder)
     prompts = held_out_passages(tokenizer, options.num_prompts, options.prompt_len)
     num_made = options.num_prompts * options.num_tokens
