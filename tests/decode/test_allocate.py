@@ -14,7 +14,8 @@ from dspark_jax.decode.allocate import allocate
 SHAPES = [(5, 7), (3, 16)]
 run = jax.jit(allocate)
 VALUES = {
-    "any": st.floats(0, 1, width=32),
+    # Products of sixteen stay normal numbers: smaller ones are zero on some devices and not on others.
+    "any": st.one_of(st.just(0.0), st.floats(2**-7, 1, width=32)),
     "ties": st.sampled_from([1.0, 0.5, 0.25, 0.0]),
     "saturated": st.sampled_from([1.0, 1.0, 1.0, 0.99]),
     "broken": st.sampled_from([np.nan, np.inf, -np.inf, -0.0, -1.0, 2.0, 0.7]),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.draft.drafters import SLOTS, WINDOW, Drafted, Drafters
-from tests.parity.compare import FLOAT32_MODEL, assert_close
+from tests.parity.compare import FLOAT32_MODEL, FLOAT32_UNROLLED, assert_close
 from tests.parity.target import Twins, make_twins
 from tests.seeds import fresh_seed
 from tests.torch_ref.configs import random_features, tiny_dspark_config
@@ -31,7 +31,9 @@ def features_of(twins: Twins, count: int, seed: int) -> torch.Tensor:
     return random_features(count, 3 * twins.cfg.hidden_size, seed)
 
 
-def assert_same_proposal(twins: Twins, drafted: Drafted, slot: int, reference, anchor: int) -> None:
+def assert_same_proposal(
+    twins: Twins, drafted: Drafted, slot: int, reference, anchor: int, tolerance=FLOAT32_MODEL
+) -> None:
     """Hidden states, tokens, corrected logits and confidences of a slot are the reference's."""
     scope = Scope(twins.weights)
     context = reference.visible_context()
@@ -39,12 +41,12 @@ def assert_same_proposal(twins: Twins, drafted: Drafted, slot: int, reference, a
     expected = reference.propose(anchor)
     proposal = drafted.proposal
     name = f"slot {slot} at {reference.length}"
-    assert_close(drafted.hidden[slot], hidden, FLOAT32_MODEL, f"hidden, {name}")
-    assert_close(proposal.shaped[slot], expected.logits, FLOAT32_MODEL, f"logits, {name}")
+    assert_close(drafted.hidden[slot], hidden, tolerance, f"hidden, {name}")
+    assert_close(proposal.shaped[slot], expected.logits, tolerance, f"logits, {name}")
     assert proposal.tokens[slot].tolist() == expected.tokens.tolist()
-    assert_close(proposal.confidences[slot], expected.confidences, FLOAT32_MODEL, name)
+    assert_close(proposal.confidences[slot], expected.confidences, tolerance, name)
     logprobs = expected.logits.log_softmax(-1).gather(1, expected.tokens[:, None])[:, 0]
-    assert_close(proposal.logprobs[slot], logprobs, FLOAT32_MODEL, name)
+    assert_close(proposal.logprobs[slot], logprobs, tolerance, name)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -87,7 +89,10 @@ def test_any_pattern_of_acceptance_equals_a_fresh_start(twins):
         for slot in range(SLOTS):
             reference = DSparkDrafter(twins.weights, twins.reference)
             reference.extend(committed[slot])
-            assert_same_proposal(twins, drafted, slot, reference, anchors[slot])
+            # Inputs drawn anew: a few of them are far from the float64 result in both frameworks.
+            assert_same_proposal(
+                twins, drafted, slot, reference, anchors[slot], tolerance=FLOAT32_UNROLLED
+            )
 
 
 def test_no_context_row_at_the_anchor_and_none_beyond_the_window(twins):
