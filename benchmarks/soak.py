@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import tyro
 
@@ -105,24 +105,19 @@ def draw_jobs(options: SoakOptions, prompts: Sequence[str], count: int, seed: in
 
 async def run_job(server: Server, job: Job, alone: Mapping[str, Answer]) -> Outcome:
     """Make one request and judge what came of it; prints what is wrong."""
-    if job.kind == "bad":
-        status, body = await server.post("/v1/completions", job.body)
-        expected = _BAD_BODIES[job.body]
-        if status == expected and json.loads(body)["error"]["message"]:
-            return "refused"
-        return _complain("wrong", f"expected {expected} for {job.body!r}, got {status}: {body!r}")
     body = json_bytes(prompt=job.prompt, max_tokens=job.max_tokens, temperature=0)
-    request = server.post("/v1/completions", body)
+    request = server.post("/v1/completions", job.body if job.kind == "bad" else body)
     try:
-        if job.kind == "whole":
+        async with asyncio.timeout(job.hang_up_s if job.kind == "abandoned" else None):
             status, reply = await request
-        else:
-            async with asyncio.timeout(job.hang_up_s):
-                status, reply = await request
-    except TimeoutError:
-        return "abandoned"
     except OSError as error:
+        if job.kind == "abandoned" and isinstance(error, TimeoutError):
+            return "abandoned"
         return _complain("lost", f"{job}: {error}")
+    if job.kind == "bad":
+        if status == _BAD_BODIES[job.body] and json.loads(reply)["error"]["message"]:
+            return "refused"
+        return _complain("wrong", f"{job}: HTTP {status} {reply!r}")
     if status != 200:
         return _complain("lost", f"{job}: HTTP {status} {reply!r}")
     problem = difference(read_answer(status, reply), alone[job.prompt], job.max_tokens)
@@ -197,7 +192,7 @@ async def soak(options: SoakOptions) -> int:
         and not any(gauges.values())
         and is_alive
     )
-    rows = [{"finding": f"requests {name}", "count": outcomes[name]} for name in Outcome.__args__]
+    rows = [{"finding": f"requests {name}", "count": outcomes[name]} for name in get_args(Outcome)]
     rows += [{"finding": f"{name} at the end", "count": gauges[name]} for name in _GAUGES]
     rows += [
         {"finding": "resident memory after warming up, MiB", "count": rss_before_mib},
