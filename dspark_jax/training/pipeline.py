@@ -1,7 +1,7 @@
 """The stages of building the bundled model, one command each: `python -m dspark_jax.training.pipeline`.
 
-Each stage fits one call of at most ten minutes on one GPU and writes a few files to one folder, which the next
-stage reads. See docs/training.md.
+The two that train fit one call of at most ten minutes on one GPU each and write a few files to one folder, which
+the next stage reads; `assemble` needs no GPU. See docs/training.md.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Literal
 
 import tyro
 
-from dspark_jax.training import draft_stage, train_target
+from dspark_jax.training import assemble, draft_stage, train_target
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFlags:
     """Build one part of the bundled model."""
 
-    stage: Literal["target", "draft"]
-    """What to build."""
+    stage: Literal["target", "draft", "assemble"]
+    """What to build: the target, its drafter, or the folder that ships from both."""
     out: Path = Path("out")
     """Folder for the results; each stage has its own below it."""
     tokens: Path = Path("out/tokens")
@@ -29,6 +29,8 @@ class PipelineFlags:
     """Time for the target's steps."""
     target: Path | None = None
     """Folder of the target stage, by default `target` below `out`."""
+    bundle: Path = Path("dspark_jax/bundled")
+    """Folder that ships: tokenizer.json and prompts.jsonl are read there, checkpoint, log and card written."""
     draft: draft_stage.DraftTimes = field(default_factory=draft_stage.DraftTimes)
     """How the drafter's stage spends its time."""
     seed: int = 0
@@ -47,15 +49,20 @@ def main(flags: PipelineFlags) -> None:
                 seed=flags.seed,
             )
         )
-    else:
+    elif flags.stage == "draft":
         draft_stage.main(
             draft_stage.DraftFlags(
                 target=target / "checkpoint",
                 tokens=flags.tokens,
+                bundle=flags.bundle,
                 out=flags.out / "draft",
                 times=flags.draft,
                 seed=flags.seed,
             )
+        )
+    else:
+        assemble.main(
+            assemble.AssembleFlags(target=target, draft=flags.out / "draft", bundle=flags.bundle)
         )
 
 
