@@ -209,8 +209,8 @@ The largest survival error over positions at temperature 1 falls from {worst["sa
 {worst["sampled", "calibrated"]:.3f}; perfect predictions would show up to
 {max(sampled["calibrated"]["floor"]):.3f}, because labels are random. At temperature 0 it is
 {worst["greedy", "raw"]:.3f} before and {worst["greedy", "calibrated"]:.3f} after, and {worse} of {len(positions)}
-positions get worse: acceptance is another event there, on which nothing was fitted. Read the confidences as a
-ranking there."""
+positions get worse: acceptance is another event there, on which nothing was fitted; confidences are a
+ranking then."""
 
 
 def _transition(build: Build) -> str:

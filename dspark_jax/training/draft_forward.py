@@ -18,15 +18,8 @@ from dspark_jax.model import hyper
 from dspark_jax.model.attention import latent_rows, project_output, queries
 from dspark_jax.model.layers import rms_norm, rotary_frequencies
 from dspark_jax.model.params import Block
-from dspark_jax.training.forward import (
-    cast_params,
-    collapse,
-    enter,
-    experts,
-    leave,
-    mix,
-    wide_linear,
-)
+from dspark_jax.training.forward import cast_params
+from dspark_jax.training.layers import collapse, enter, experts, leave, mix, wide_linear
 
 _MASKED = -1e30
 

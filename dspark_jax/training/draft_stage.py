@@ -6,8 +6,6 @@ with and without the transition head, for comparison.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -29,6 +27,7 @@ from dspark_jax.model.params import Params
 from dspark_jax.training.calibrate import fit_calibration
 from dspark_jax.training.cost import multiply_adds
 from dspark_jax.training.data import load_streams
+from dspark_jax.training.draft_step import TrainingFlags
 from dspark_jax.training.evaluate import (
     as_markdown,
     evaluate_drafter,
@@ -47,7 +46,8 @@ from dspark_jax.training.prompts import (
     load_prompts,
     prompt_rows,
 )
-from dspark_jax.training.train_draft import Trainer, TrainingFlags, write_lines
+from dspark_jax.training.report import Stopwatch, plain_flags, write_report
+from dspark_jax.training.train_draft import Trainer, write_lines
 
 _FIT_PROMPTS = 1024
 _FIT_ROUNDS = 100_000
@@ -96,26 +96,6 @@ class DraftFlags:
     """How a drafter is trained."""
     seed: int = 0
     """Seed of the sampled text and of the replayed drafts."""
-
-
-class Stopwatch:
-    """Seconds since the start, and the length of each part for the report."""
-
-    def __init__(self) -> None:
-        self._started = self._last = time.perf_counter()
-        self.parts: dict[str, float] = {}
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self._started
-
-    def lap(self, name: str) -> None:
-        """Book the time since the last lap under `name`."""
-        now = time.perf_counter()
-        self.parts[name] = now - self._last
-        self._last = now
-        tqdm.write(f"{self.elapsed:7.1f} s  {name} took {self.parts[name]:.1f} s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +182,7 @@ def main(flags: DraftFlags, cfg: ModelConfig | None = None) -> None:
     trainer = Trainer(cfg, target, texts, flags.training)
     watch.lap("compiling the step")
     report: dict[str, Any] = {
-        "flags": _plain(flags),
+        "flags": plain_flags(flags),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "multiply_adds": multiply_adds(cfg, _COST_CONTEXT)._asdict(),
@@ -217,9 +197,9 @@ def main(flags: DraftFlags, cfg: ModelConfig | None = None) -> None:
         save_master(flags.out, params)
         watch.lap("training")
         report["evaluation"] = _finish(params, stored_target, target, cfg, held_out, flags, watch)
-        _write(flags.out / "metrics.json", report)
+        write_report(flags.out / "metrics.json", report)
         report["comparison"] = _compare(trainer, log, target, cfg, held_out, flags, watch)
-    _write(flags.out / "metrics.json", report)
+    write_report(flags.out / "metrics.json", report)
 
 
 def _finish(
@@ -240,7 +220,9 @@ def _finish(
     assert plain is not None
     plain = calibrated(plain, target, cfg, held_out.fit, flags)
     scale, offset = plain.calibration_scale, plain.calibration_offset
-    _write(flags.out / "calibration.json", {"scale": scale.tolist(), "offset": offset.tolist()})
+    write_report(
+        flags.out / "calibration.json", {"scale": scale.tolist(), "offset": offset.tolist()}
+    )
     rounded = rounded.replace(calibration_scale=scale, calibration_offset=offset)
     checkpoint = flags.out / "checkpoint"
     export_checkpoint(checkpoint, cfg, stored_target, rounded, narrow_mixes=True)
@@ -297,15 +279,6 @@ def _compare(
         watch.lap(f"run {name} transition")
         tqdm.write(f"{name} transition: accepted length {shown['accepted_length']:.3f}")
     return report
-
-
-def _plain(flags: Any) -> dict[str, Any]:
-    values = dataclasses.asdict(flags)
-    return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

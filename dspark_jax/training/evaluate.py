@@ -35,6 +35,7 @@ from dspark_jax.training.cost import multiply_adds
 from dspark_jax.training.draft_forward import cast_draft
 from dspark_jax.training.generate import Text, write_text
 from dspark_jax.training.prompts import Prompt, load_prompts, prompt_rows
+from dspark_jax.training.report import plain_flags, write_report
 from dspark_jax.training.rounds import Replay, collect, replay_rounds
 
 _MEASURED_ROUNDS = 200_000  # for calibration; more only cost time
@@ -233,7 +234,7 @@ def main(flags: EvaluationFlags) -> None:
         draft, target, cfg, texts, prompts, rounds=flags.rounds, seed=flags.seed
     )
     report |= {
-        "flags": {k: str(v) if isinstance(v, Path) else v for k, v in vars(flags).items()},
+        "flags": plain_flags(flags),
         "device": jax.devices()[0].device_kind,
         "multiply_adds": multiply_adds(cfg, _COST_CONTEXT)._asdict(),
         "seconds": time.perf_counter() - started,
@@ -241,8 +242,7 @@ def main(flags: EvaluationFlags) -> None:
     tqdm.write(as_markdown(report))
     tqdm.write(json.dumps(report["multiply_adds"]))
     if flags.out is not None:
-        flags.out.parent.mkdir(parents=True, exist_ok=True)
-        flags.out.write_text(json.dumps(report, indent=2) + "\n")
+        write_report(flags.out, report)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from dspark_jax.training.draft_forward import (
     sequence_rows,
     transition,
 )
-from dspark_jax.training.forward import wide_linear
 from dspark_jax.training.generate import Text
+from dspark_jax.training.layers import wide_linear
 from dspark_jax.training.losses import acceptance_probability
 
 _NEVER = -1e30

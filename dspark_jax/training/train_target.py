@@ -26,24 +26,13 @@ from dspark_jax.checkpoint.export import export_checkpoint
 from dspark_jax.checkpoint.load import load_checkpoint
 from dspark_jax.config import ModelConfig
 from dspark_jax.model.params import Params, init_params
-from dspark_jax.training.data import (
-    RowSampler,
-    gather_rows,
-    held_out_windows,
-    load_streams,
-    unigram_nats,
-)
-from dspark_jax.training.forward import (
-    SequenceOutput,
-    cast_params,
-    forward,
-    logits,
-    trainable_specs,
-)
+from dspark_jax.training.data import RowSampler, gather_rows, load_streams
+from dspark_jax.training.forward import SequenceOutput, trainable_specs
 from dspark_jax.training.master import save_master
 from dspark_jax.training.optimizer import balance, build_optimizer, learning_rate, matrix_axes
 from dspark_jax.training.preset import bundled_config
-from dspark_jax.training.tokenizer import TokenStream
+from dspark_jax.training.report import plain_flags, write_report
+from dspark_jax.training.target_loss import cross_entropy, evaluate_target, run
 
 # The number of steps follows from the time of these, once libraries have loaded in the first few.
 _TIMED_STEPS = range(10, 50)
@@ -118,26 +107,6 @@ def hash_table(counts: np.ndarray, cfg: ModelConfig) -> np.ndarray:
     return table
 
 
-def run(
-    params: Params,
-    table: jax.Array | None,
-    cfg: ModelConfig,
-    token_ids: jax.Array,
-    *,
-    dtype: Any,
-    select: bool | jax.Array,
-) -> tuple[SequenceOutput, jax.Array]:
-    """Pass over token_ids [B, S] in `dtype`: the output and float32 logits [B, S, V]."""
-    cast = cast_params(params, trainable_specs(cfg), dtype).replace(tid2eid=table)
-    out = forward(cast, cfg, token_ids, select=select, fused=jax.default_backend() == "gpu")
-    return out, logits(cast, out.hidden)
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Loss in nats of logits [..., V] at labels [...]."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-
-
 def train_step(
     state: TrainState,
     table: jax.Array | None,
@@ -175,42 +144,6 @@ def train_step(
         gradient_norm=optax.tree.norm(grads),
         expert_loads=out.expert_loads,
     )
-
-
-def held_out_losses(
-    params: Params,
-    table: jax.Array | None,
-    cfg: ModelConfig,
-    streams: dict[str, TokenStream],
-    *,
-    length: int,
-    dtype: Any,
-    batch: int = 8,
-) -> dict[str, dict[str, float]]:
-    """Loss on every token of the held-out streams, by kind: nats and perplexity per token, bits per byte."""
-
-    results = {}
-    for kind, stream in streams.items():
-        arrays = held_out_windows(stream, length, cfg.bos_token_id)
-        fill = -len(arrays[0]) % batch
-        arrays = [np.pad(a, ((0, fill), (0, 0))) for a in arrays]
-        total = sum(
-            float(_summed_loss(params, table, *(a[i : i + batch] for a in arrays), cfg, dtype))
-            for i in range(0, len(arrays[0]), batch)
-        )
-        nats = total / (len(stream.tokens) - 1)
-        results[kind] = {
-            "nats": nats,
-            "perplexity": math.exp(nats),
-            "bits_per_byte": total / math.log(2) / stream.num_bytes,
-        }
-    return results
-
-
-@functools.partial(jax.jit, static_argnums=(5, 6))
-def _summed_loss(params, table, ids, labels, counted, cfg, dtype):
-    _, predicted = run(params, table, cfg, ids, dtype=dtype, select=True)
-    return jnp.sum(jnp.where(counted, cross_entropy(predicted, labels), 0.0))
 
 
 def train(flags: TargetFlags, cfg: ModelConfig) -> tuple[Params, dict[str, Any]]:
@@ -260,7 +193,7 @@ def train(flags: TargetFlags, cfg: ModelConfig) -> tuple[Params, dict[str, Any]]
     state, steps, wall_s, last = _loop(flags, compiled, state, arguments)
     tokens_per_s = steps * flags.batch * flags.length / wall_s
     report = {
-        "flags": {k: str(v) if isinstance(v, Path) else v for k, v in vars(flags).items()},
+        "flags": plain_flags(flags),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "steps": steps,
@@ -316,30 +249,6 @@ def _line(step: int, losses: Losses, seconds: float) -> dict[str, Any]:
     }
 
 
-def evaluate(
-    params: Params, cfg: ModelConfig, flags: TargetFlags, *, against_unigram: bool
-) -> dict[str, dict[str, float]]:
-    """`held_out_losses` of the target, beside those of a unigram model if asked for."""
-    held_out = load_streams(flags.tokens, "held_out")
-    losses = held_out_losses(
-        params.replace(tid2eid=None),
-        params.tid2eid,
-        cfg,
-        held_out,
-        length=flags.length,
-        dtype=jnp.dtype(flags.compute_dtype),
-    )
-    if against_unigram:
-        seen = load_streams(flags.tokens, "train")
-        for kind, stream in held_out.items():
-            nats = unigram_nats(seen, stream, cfg.vocab_size)
-            losses[kind] |= {
-                "unigram_perplexity": math.exp(nats),
-                "unigram_bits_per_byte": nats * len(stream.tokens) / math.log(2) / stream.num_bytes,
-            }
-    return losses
-
-
 def main(flags: TargetFlags) -> None:
     """Train, export, and evaluate on held-out text before and after rounding to the released formats."""
     cfg = bundled_config()
@@ -347,11 +256,18 @@ def main(flags: TargetFlags) -> None:
     save_master(flags.out, params)
     checkpoint = flags.out / "checkpoint"
     export_checkpoint(checkpoint, cfg, params, None)
-    report["held_out"] = evaluate(params, cfg, flags, against_unigram=True)
+    judge = functools.partial(
+        evaluate_target,
+        cfg=cfg,
+        tokens=flags.tokens,
+        length=flags.length,
+        dtype=jnp.dtype(flags.compute_dtype),
+    )
+    report["held_out"] = judge(params, against_unigram=True)
     _, rounded, _ = load_checkpoint(checkpoint)
-    report["held_out_rounded"] = evaluate(rounded, cfg, flags, against_unigram=False)
+    report["held_out_rounded"] = judge(rounded, against_unigram=False)
     report["checkpoint_bytes"] = sum(file.stat().st_size for file in checkpoint.iterdir())
-    (flags.out / "metrics.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_report(flags.out / "metrics.json", report)
     tqdm.write(json.dumps(report, indent=2))
 
 

@@ -12,6 +12,8 @@ from dspark_jax.checkpoint.export import export_checkpoint
 from dspark_jax.model import hyper
 from dspark_jax.model.params import param_specs
 from dspark_jax.training import forward as fwd
+from dspark_jax.training.attention import kth_largest
+from dspark_jax.training.layers import highest
 from dspark_jax.training.sinkhorn import fused_sinkhorn
 from tests.parity.compare import FLOAT32_MODEL, FLOAT32_OP, Tolerance, assert_close
 from tests.training.tiny import SHALLOW, TINY, perturbed
@@ -79,11 +81,11 @@ def test_fused_sinkhorn_and_its_gradient_equal_the_plain_one():
 def test_kth_largest_is_exact():
     scores = jax.random.normal(jax.random.key(4), (5, 40)).at[0, 3:].set(-1e30)
     expected = jnp.sort(scores, axis=-1)[:, -7]
-    np.testing.assert_array_equal(fwd.kth_largest(scores, 7), expected)
+    np.testing.assert_array_equal(kth_largest(scores, 7), expected)
 
 
 def test_top_breaks_ties_as_top_k_does():
     scores = jnp.array([[1.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 2.0, 3.0]])
     picked = jax.lax.top_k(scores, 2)[1]
     expected = jax.nn.one_hot(picked, 4, dtype=bool).any(axis=1)
-    np.testing.assert_array_equal(fwd._top(scores, 2), expected)
+    np.testing.assert_array_equal(highest(scores, 2), expected)

@@ -8,7 +8,7 @@ import numpy as np
 
 from dspark_jax.model.params import param_specs
 from dspark_jax.training.forward import forward, logits
-from dspark_jax.training.generate import generate, sample
+from dspark_jax.training.generate import sample
 from tests.parity.compare import Tolerance, assert_close
 from tests.training.tiny import SHALLOW, perturbed
 
@@ -38,18 +38,3 @@ def test_logprobs_equal_teacher_forcing_and_draws_follow_them():
     excess = np.asarray(-expected - entropy)[~given[:, 1:]]
     assert abs(excess.mean()) < 6 * excess.std() / len(excess) ** 0.5
     assert len({tuple(row) for row in np.asarray(out.tokens[:32]).tolist()}) > 30
-
-
-def test_generate_counts_only_fresh_tokens():
-    params = perturbed(param_specs(SHALLOW), seed=7)
-
-    def prompt_rows(n):
-        return np.zeros((n, 16), np.int32), np.full(n, 6)
-
-    tokens, logprobs, prompt_lens = generate(
-        params, SHALLOW, prompt_rows, num_tokens=50, batch=4, seed=0, fused=False
-    )
-    assert tokens.shape == logprobs.shape == (8, 16)
-    assert tokens.dtype == np.uint16
-    assert (prompt_lens == 6).all()
-    assert not np.array_equal(tokens[:4], tokens[4:])

@@ -16,11 +16,11 @@ from dspark_jax.checkpoint.load import load_checkpoint
 from dspark_jax.training.data import KINDS, load_streams, unigram_nats
 from dspark_jax.training.forward import trainable_specs
 from dspark_jax.training.optimizer import balance, learning_rate, matrix_axes
+from dspark_jax.training.target_loss import held_out_losses
 from dspark_jax.training.tokenizer import save_stream
 from dspark_jax.training.train_target import (
     TargetFlags,
     hash_table,
-    held_out_losses,
     train,
 )
 from tests.training.tiny import SHALLOW
