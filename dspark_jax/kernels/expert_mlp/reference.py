@@ -1,4 +1,7 @@
-"""Definition of `expert_mlp`: few tokens gather their experts, many run every expert and keep their own."""
+"""Definition of `expert_mlp`: rows sorted by expert, a few at a time through their own expert.
+
+Also what a CPU serves with: work grows with the routed rows, not with tokens times experts.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,30 @@ from dspark_jax.kernels.quantized import dequantize, take
 
 def expert_mlp_reference(x, expert_ids, weights, w_gate_up, w_down, *, layer, limit) -> jax.Array:
     """See `expert_mlp` for arguments and result."""
-    experts = w_gate_up.shape[1]
+    tokens, k = expert_ids.shape
+    experts, pairs = w_gate_up.shape[1], tokens * k
+    tile = 8 if pairs <= 64 else 16
     x = x.astype(jnp.float32)
-    weights = jnp.where(expert_ids < experts, weights, 0.0)
-    # Gathering reads T*k experts, the dense form all of them: the smaller read wins on a CPU.
-    if expert_ids.size <= experts:
-        return _gathered(x, expert_ids, weights, w_gate_up, w_down, layer, limit)
-    return _dense(x, expert_ids, weights, w_gate_up, w_down, layer, limit)
+    flat_ids, flat_weights = expert_ids.reshape(-1), weights.reshape(-1)
+    # Sorted by expert, the pairs of expert e are order[first[e] : first[e] + counts[e]].
+    order = jnp.argsort(flat_ids, stable=True)
+    counts = jnp.sum(flat_ids[:, None] == jnp.arange(experts), axis=0)
+    first = jnp.cumsum(counts) - counts
+    tiles = (counts + tile - 1) // tile
+    tiles_end = jnp.cumsum(tiles)
 
+    def run_tile(i: jax.Array, out: jax.Array) -> jax.Array:
+        expert = jnp.searchsorted(tiles_end, i, side="right")
+        place = (i - (tiles_end - tiles)[expert]) * tile + jnp.arange(tile)
+        real = place < counts[expert]
+        pair = order[jnp.minimum(first[expert] + place, pairs - 1)]
+        gate_up = x[pair // k] @ dequantize(take(w_gate_up, (layer, expert))).T
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        hidden = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+        hidden = hidden * jnp.where(real, flat_weights[pair], 0.0)[:, None]
+        result = hidden @ dequantize(take(w_down, (layer, expert))).T
+        return out.at[jnp.where(real, pair, pairs)].set(result, mode="drop")
 
-def _gathered(x, expert_ids, weights, w_gate_up, w_down, layer, limit):
-    index = (layer, jnp.minimum(expert_ids, w_gate_up.shape[1] - 1))
-    gate_up = jnp.einsum("tm,tkfm->tkf", x, dequantize(take(w_gate_up, index)))
-    hidden = _swiglu(gate_up, limit) * weights[..., None]
-    return jnp.einsum("tkf,tkmf->tm", hidden, dequantize(take(w_down, index)))
-
-
-def _dense(x, expert_ids, weights, w_gate_up, w_down, layer, limit):
-    experts = w_gate_up.shape[1]
-    share = jnp.sum(jax.nn.one_hot(expert_ids, experts) * weights[..., None], axis=1)  # [T, E]
-    gate_up = jnp.einsum("tm,efm->tef", x, dequantize(take(w_gate_up, (layer,))))
-    hidden = _swiglu(gate_up, limit) * share[..., None]
-    return jnp.einsum("tef,emf->tm", hidden, dequantize(take(w_down, (layer,))))
-
-
-def _swiglu(gate_up, limit):
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+    out = jnp.zeros((pairs, x.shape[1]), jnp.float32)
+    out = jax.lax.fori_loop(0, tiles_end[-1], run_tile, out)
+    return jnp.sum(out.reshape(tokens, k, -1), axis=1)
