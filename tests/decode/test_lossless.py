@@ -30,7 +30,8 @@ SAMPLING = [
     {"temperature": 1.0, "seed": 1},
     {"temperature": 0.8, "top_p": 0.9, "seed": 2**63 + 17},
     {"temperature": 1.2, "top_k": 12, "min_p": 0.02, "seed": 3},
-    {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.8, "presence_penalty": 0.5},
+    # Rewards: tokens come again within a draft, whose own tokens the next ones must already know.
+    {"temperature": 1.0, "seed": 4, "frequency_penalty": -0.6, "presence_penalty": -1.0},
     {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1.4},
 ]
 """Sampling parameters of the five texts, one each."""
