@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 # Further requirements for pip, for example PINS='jax==0.11.2'.
 PINS ?=
 ARGS ?=
+# Test files run beside each other; each file stays in one process, which keeps its compiled programs.
+WORKERS ?= 2
 
 comma := ,
 GPU := $(if $(shell command -v nvidia-smi),$(comma)gpu)
@@ -25,7 +27,7 @@ serve: $(VENV)/.serve  ## start the server on the bundled model; ARGS='--port 81
 	$(BIN)/python -m dspark_jax.serving.serve $(ARGS)
 
 test: check  ## run everything that must pass; ARGS='-k budget' goes to pytest
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(VENV)/.test  ## lint, formatting, import contracts and types
 	$(BIN)/ruff check
@@ -43,7 +45,7 @@ test-gpu: $(VENV)/.test  ## the tests that need an NVIDIA GPU
 test-312:  ## the tests on the other supported pair, Python 3.12 and JAX 0.11
 	@$(PYTHON312) -c '' || { echo 'error: no Python 3.12: make test-312 PYTHON312=/path/to/python3.12' >&2; exit 1; }
 	$(MAKE) VENV=.venv-312 PYTHON=$(PYTHON312) PINS=jax==0.11.2 .venv-312/.test
-	.venv-312/bin/pytest $(ARGS)
+	.venv-312/bin/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 clean:  ## remove environments and caches
 	rm -rf .venv .venv-312 build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
