@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -165,12 +166,11 @@ it ships."""
 
 def _drafter(build: Build) -> str:
     evaluation, flags = build.draft["evaluation"], build.draft["flags"]
+    kinds = sorted(evaluation["sampled"]["accepted_length_by_kind"])
     rows = [
         [title, *(f"{evaluation[name]['accepted_length_by_kind'][kind]:.3f}" for kind in kinds)]
         for name, title in (("sampled", "temperature 1"), ("greedy", "temperature 0"))
-        for kinds in [sorted(evaluation[name]["accepted_length_by_kind"])]
     ]
-    kinds = sorted(evaluation["sampled"]["accepted_length_by_kind"])
     cost = build.draft["multiply_adds"]
     return f"""## Drafter: acceptance on held-out prompts
 
@@ -255,10 +255,8 @@ def _limits(build: Build) -> str:
     seen, held_out = target["last"]["nats"], target["held_out"]
     lowest, highest = (f(kind["nats"] for kind in held_out.values()) for f in (min, max))
     epochs = target["tokens"] / sum(target["train_tokens"].values())
-    trained, reached = (
-        draft["training"]["acceptance"][0],
-        draft["evaluation"]["sampled"]["acceptance"][0],
-    )
+    trained = draft["training"]["acceptance"][0]
+    reached = draft["evaluation"]["sampled"]["acceptance"][0]
     return f"""## Limits
 
 - The target overfits: {epochs:.1f} times its text, a loss of {seen:.2f} nats in its last training batch against
@@ -289,10 +287,10 @@ def _filled(block: str) -> str:
     """Prose and lists in lines of one length; headings, tables and code as they are."""
     if block.startswith(("#", "|", "```")):
         return block
-    items = [" ".join(item.split()) for item in f"\n{block}".split("\n- ")]
-    prose, *bullets = [textwrap.fill(item, _WIDTH, break_on_hyphens=False) for item in items]
-    indented = ["- " + textwrap.indent(bullet, "  ").lstrip() for bullet in bullets]
-    return "\n".join(filter(None, [prose, *indented]))
+    fill = functools.partial(textwrap.fill, width=_WIDTH, break_on_hyphens=False)
+    prose, *items = (" ".join(item.split()) for item in f"\n{block}".split("\n- "))
+    lines = [fill(prose)] if prose else []
+    return "\n".join(lines + [fill(f"- {item}", subsequent_indent="  ") for item in items])
 
 
 def _num_params(specs: Any) -> int:

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,7 +191,7 @@ def train(flags: TargetFlags, cfg: ModelConfig) -> tuple[Params, dict[str, Any]]
     compile_s = time.perf_counter() - started
     tqdm.write(f"compiled in {compile_s:.1f} s")
 
-    state, steps, wall_s, last = _loop(flags, compiled, state, arguments)
+    state, steps, wall_s, last = run_steps(flags, compiled, state, arguments)
     tokens_per_s = steps * flags.batch * flags.length / wall_s
     report = {
         "flags": plain_flags(flags),
@@ -207,8 +208,16 @@ def train(flags: TargetFlags, cfg: ModelConfig) -> tuple[Params, dict[str, Any]]
     return state.params.replace(tid2eid=table), report
 
 
-def _loop(flags, compiled, state, arguments) -> tuple[TrainState, int, float, dict[str, Any]]:
-    """All steps: the last state, their number, seconds, and the last line of the log."""
+def run_steps(
+    flags: TargetFlags,
+    compiled: Callable[..., tuple[Any, Losses]],
+    state: Any,
+    arguments: Callable[[int, int | None], tuple[Any, ...]],
+) -> tuple[Any, int, float, dict[str, Any]]:
+    """Call `compiled(state, *arguments(step, total))` for all steps; `total` is None until it is known.
+
+    Returns the last state, the number of steps, their seconds, and the last line of the log.
+    """
     total, step, line = flags.steps, 0, {}
     started = timed_from = time.perf_counter()
     with (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,8 @@ from tests.training.tiny import TINY, perturbed
 
 EXACT = Tolerance(2e-5, 2e-5, 1e-9)
 LENGTH, WINDOW = 30, TINY.sliding_window
+# Two stages, and few iterations where they only cost time.
+BRIEF = dataclasses.replace(TINY, hc_sinkhorn_iters=4)
 
 
 def test_equals_inference_at_short_and_full_windows():
@@ -33,39 +37,56 @@ def test_equals_inference_at_short_and_full_windows():
     owner = jnp.repeat(jnp.arange(2), at.shape[1])
     anchors = tokens[owner, flat]
 
-    rows = draft_forward.sequence_rows(draft, TINY, taps)
-    window, visible = draft_forward.gather_window(rows, at, WINDOW)
-    trained, loads = draft_forward.run_blocks(
-        draft, target.embed, TINY, window, visible, anchors=anchors, positions=flat, fused=False
-    )
-    trained_logits = draft_forward.base_logits(draft, target.head, TINY, trained)
-
-    # Every block has a slot of its own with the context of its sequence up to its anchor.
-    ring = jnp.zeros((len(draft.stages.w_kv), len(flat), WINDOW, TINY.head_dim))
-    positions = jnp.arange(LENGTH)
-    for slot, (b, n) in enumerate(zip(owner.tolist(), flat.tolist())):
-        ring = write_context(
-            ring,
-            context_rows(draft, TINY, taps[:, b], positions),
-            slots=jnp.full(LENGTH, slot),
-            positions=positions,
-            kept=positions < n,
-            behind=jnp.maximum(n - 1 - positions, 0),
+    @jax.jit
+    def trained(draft, target):
+        rows = draft_forward.sequence_rows(draft, BRIEF, taps)
+        window, visible = draft_forward.gather_window(rows, at, WINDOW)
+        states, loads = draft_forward.run_blocks(
+            draft,
+            target.embed,
+            BRIEF,
+            window,
+            visible,
+            anchors=anchors,
+            positions=flat,
+            fused=False,
         )
-    decoded = run_block(
-        draft,
-        target,
-        TINY,
-        ring,
-        anchors=anchors,
-        positions=flat,
-        slots=jnp.arange(len(flat)),
-        is_row=jnp.ones(len(flat), bool),
-        dispatch=Dispatch(),
-    )
-    decoded_logits = logits(target, rms_norm(decoded, draft.g_norm, TINY.rms_norm_eps))
-    assert_close(trained, decoded, EXACT)
-    assert_close(trained_logits, decoded_logits, EXACT)
+        return states, draft_forward.base_logits(draft, target.head, BRIEF, states), loads
+
+    @jax.jit
+    def decoded(draft, target):
+        # Every block has a slot of its own with the context of its sequence up to its anchor.
+        positions = jnp.arange(LENGTH)
+
+        def write(ring, slot):
+            n = flat[slot]
+            return write_context(
+                ring,
+                context_rows(draft, BRIEF, taps[:, owner[slot]], positions),
+                slots=jnp.full(LENGTH, slot),
+                positions=positions,
+                kept=positions < n,
+                behind=jnp.maximum(n - 1 - positions, 0),
+            ), None
+
+        ring = jnp.zeros((len(draft.stages.w_kv), len(flat), WINDOW, BRIEF.head_dim))
+        states = run_block(
+            draft,
+            target,
+            BRIEF,
+            jax.lax.scan(write, ring, jnp.arange(len(flat)))[0],
+            anchors=anchors,
+            positions=flat,
+            slots=jnp.arange(len(flat)),
+            is_row=jnp.ones(len(flat), bool),
+            dispatch=Dispatch(),
+        )
+        return states, logits(target, rms_norm(states, draft.g_norm, BRIEF.rms_norm_eps))
+
+    states, predicted, loads = trained(draft, target)
+    expected_states, expected = decoded(draft, target)
+    assert_close(states, expected_states, EXACT)
+    assert_close(predicted, expected, EXACT)
     np.testing.assert_allclose(loads.sum(-1), 1, rtol=1e-6)
 
 
@@ -88,19 +109,19 @@ def test_gathered_rows_end_right_before_the_anchor():
 
 
 def test_gradient_reaches_everything_but_the_calibration():
-    draft = perturbed(draft_specs(TINY), seed=1)
-    target = perturbed(param_specs(TINY), seed=2)
+    draft = perturbed(draft_specs(BRIEF), seed=1)
+    target = perturbed(param_specs(BRIEF), seed=2)
     draw = np.random.default_rng(0)
-    taps = jnp.asarray(draw.standard_normal((16, 1, 3, TINY.hidden_size)), jnp.float32)
+    taps = jnp.asarray(draw.standard_normal((16, 1, 3, BRIEF.hidden_size)), jnp.float32)
     at = jnp.array([[4, 9]])
 
     def loss(params):
-        rows = draft_forward.sequence_rows(params, TINY, taps)
+        rows = draft_forward.sequence_rows(params, BRIEF, taps)
         window, visible = draft_forward.gather_window(rows, at, WINDOW)
         states, _ = draft_forward.run_blocks(
             params,
             target.embed,
-            TINY,
+            BRIEF,
             window,
             visible,
             anchors=jnp.array([5, 6]),
@@ -108,7 +129,7 @@ def test_gradient_reaches_everything_but_the_calibration():
             fused=False,
         )
         bias = draft_forward.transition(params, jnp.array([5, 6]), jnp.float32)
-        base = draft_forward.base_logits(params, target.head, TINY, states)
+        base = draft_forward.base_logits(params, target.head, BRIEF, states)
         return jnp.sum(jnp.sin(base + bias[:, None]))
 
     grads = jax.jit(jax.grad(loss))(draft)

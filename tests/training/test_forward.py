@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from dspark_jax.training.attention import kth_largest
 from dspark_jax.training.layers import highest
 from dspark_jax.training.sinkhorn import fused_sinkhorn
 from tests.parity.compare import FLOAT32_MODEL, FLOAT32_OP, Tolerance, assert_close
-from tests.training.tiny import SHALLOW, TINY, perturbed
+from tests.training.tiny import CSA, SHALLOW, SLIDING, TINY, perturbed
 from torch_ref.checkpoint import load_checkpoint
 from torch_ref.model import forward_with_states
 
@@ -52,13 +54,16 @@ def test_padding_on_the_right_changes_nothing(params):
 
 
 def test_selection_changes_the_result_and_trains_only_the_indexer():
-    params = perturbed(param_specs(SHALLOW), seed=4)
-    ids = np.random.default_rng(2).integers(0, SHALLOW.vocab_size, (2, 48))
+    cfg = dataclasses.replace(
+        SHALLOW, num_hidden_layers=2, attention_kinds=(SLIDING, CSA), draft=None
+    )
+    params = perturbed(param_specs(cfg), seed=4)
+    ids = np.random.default_rng(2).integers(0, cfg.vocab_size, (2, 48))
 
     def divergence(p, select):
-        return fwd.forward(p, SHALLOW, ids, select=select).index_kl.sum()
+        return fwd.forward(p, cfg, ids, select=select).index_kl.sum()
 
-    hidden = jax.jit(lambda select: fwd.forward(params, SHALLOW, ids, select=select).hidden)
+    hidden = jax.jit(lambda select: fwd.forward(params, cfg, ids, select=select).hidden)
     assert float(jnp.abs(hidden(False) - hidden(True)).max()) > 1e-2
     gradient = jax.jit(jax.grad(divergence, allow_int=True))
     for select in (False, True):

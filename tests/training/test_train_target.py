@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,10 @@ from dspark_jax.training.optimizer import balance, learning_rate, matrix_axes
 from dspark_jax.training.target_loss import held_out_losses
 from dspark_jax.training.tokenizer import save_stream
 from dspark_jax.training.train_target import (
+    Losses,
     TargetFlags,
     hash_table,
+    run_steps,
     train,
 )
 from tests.training.tiny import SHALLOW
@@ -115,13 +117,25 @@ def test_noise_row_and_router_bias_keep_their_promises(trained):
     assert np.abs(bias[SHALLOW.num_hash_layers :]).max() > 0
 
 
-def test_budget_in_minutes_sets_the_number_of_steps(trained, tmp_path):
-    flags, _, _ = trained
-    flags = dataclasses.replace(flags, out=tmp_path, steps=None, max_minutes=0.05, warmup=50)
-    _, report = train(flags, SHALLOW)
-    assert report["steps"] >= 50
-    assert report["last"]["step"] == report["steps"]
-    assert report["train_s"] < 30
+def test_budget_in_minutes_sets_the_number_of_steps(tmp_path):
+    losses = Losses(
+        nats=jnp.float32(1),
+        index_kl=jnp.float32(0),
+        gradient_norm=jnp.float32(1),
+        expert_loads=jnp.ones((1, 4)) / 4,
+    )
+
+    def step(state, at, total):
+        time.sleep(0.005)
+        return state + [(at, total)], losses
+
+    flags = TargetFlags(out=tmp_path, max_minutes=0.02, warmup=50)
+    calls, steps, seconds, last = run_steps(flags, step, [], lambda *known: known)
+    assert [at for at, _ in calls] == list(range(steps))
+    assert [total for _, total in calls] == [None] * 50 + [steps] * (steps - 50)
+    assert 100 < steps <= 240
+    assert seconds > 0.6
+    assert last["step"] == steps
 
 
 def test_hash_table_deals_frequent_ids_evenly():
