@@ -19,6 +19,9 @@ _USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_USER_CACHE / "dspark_jax" / "tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
+# The models are tiny, and two test processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The machines that run the tests are shared: a slow example says nothing about the code.
 settings.register_profile("shared_machine", deadline=None)
 settings.load_profile("shared_machine")
