@@ -262,7 +262,8 @@ def _limits(build: Build) -> str:
 - The target overfits: {epochs:.1f} times its text, a loss of {seen:.2f} nats in its last training batch against
   {lowest:.2f} to {highest:.2f} on held-out text.
 - So does the drafter, less: acceptance at position 1 is {trained:.3f} in its last training batch and
-  {reached:.3f} on held-out prompts.
+  {reached:.3f} on held-out prompts. Part of that is where blocks begin: evenly spread in training, behind a
+  rejection in decoding.
 - It was trained on rows of {target["flags"]["length"]} tokens; {build.cfg.max_position_embeddings} positions are
   configured, and nothing was measured beyond the rows.
 - It is small and knows one library: it is there to exercise code, and its answers are not to be relied on."""

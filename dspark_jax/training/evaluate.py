@@ -51,7 +51,7 @@ class EvaluationFlags:
     prompts: Path | None = None
     """Prompts, as written by `dspark_jax.training.prompts`; by default prompts.jsonl of the model."""
     rows: int = 4096
-    """Sequences at temperature 1; prompts repeat. 32 is enough for a look on a CPU."""
+    """Sequences at temperature 1; prompts repeat. 8 are enough for a look on a CPU."""
     length: int = 768
     """Tokens per sequence, prompt included."""
     rounds: int = 256
