@@ -99,7 +99,7 @@ def test_card_states_the_figures():
         "| scale | +1.500 | +0.750 |",
         "23.4%",
         "4.0 times its text",
-            "behind a rejection in decoding",
+        "behind a rejection in decoding",
         "lists the 42 files",
     ):
         assert " ".join(text.split()) in " ".join(card.split()), text
