@@ -15,8 +15,9 @@ from tests.parity.compare import FLOAT32_OP, Tolerance, assert_close
 from tests.seeds import fresh_seed
 
 INTERPRETED = Dispatch(Backend.PALLAS, interpret=True)
-FLOAT16_OPERANDS = Tolerance(3e-3, 3e-3, 1e-6)
-"""Activations between the two products are rounded to float16."""
+FLOAT16_OPERANDS = Tolerance(1e-2, 3e-3, 1e-6)
+"""Activations are rounded to float16, and products of opposite sign cancel: single elements may be off by a few
+thousandths (4e-3 was seen in hundreds of draws), the direction of a row never."""
 
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=lambda case: f"{case.storage}-{case.name}")
