@@ -83,7 +83,8 @@ def test_the_second_signal_ends_at_once():
         running_server() as (process, client),
         client.stream("POST", "/v1/completions", json=long) as response,
     ):
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: an iterator that is dropped hangs up
+        next(lines)
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
