@@ -16,7 +16,7 @@ from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.model import attention as attn
 from dspark_jax.model import hyper, moe
 from dspark_jax.model.layers import linear, rms_norm, rotary_frequencies
-from dspark_jax.model.params import Block, Params
+from dspark_jax.model.params import Block, Params, layer_block
 
 
 def context_rows(
@@ -37,7 +37,7 @@ def context_rows(
     return jnp.stack(
         [
             attn.latent_rows(
-                features, _stage(params.stages, i), positions, frequencies, cfg.rms_norm_eps
+                features, layer_block(params.stages, i), positions, frequencies, cfg.rms_norm_eps
             )
             for i in range(stages)
         ]
@@ -91,7 +91,7 @@ def run_block(
     held = positions[:, None] - 1 - (positions[:, None] - 1 - place) % length
     visible = held >= 0  # [R, W]
     for i in range(params.stages.w_kv.shape[0]):
-        block = _stage(params.stages, i)
+        block = layer_block(params.stages, i)
         with jax.named_scope(f"draft_stage_{i}"):
             mix = hyper.mix(streams, block.hyper_attn, cfg)
             h = rms_norm(hyper.enter(streams, mix), block.g_attn, cfg.rms_norm_eps)
@@ -141,8 +141,3 @@ def _attention(
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top)
     out = jnp.einsum("rghk,rkd->rghd", weights / total, keys).astype(h.dtype)
     return attn.project_output(out, block, positions, frequencies, cfg)
-
-
-def _stage(stages: Block, i: int) -> Block:
-    """Stage `i` without its routed experts, which are read from the stack."""
-    return jax.tree.map(lambda leaf: leaf[i], stages.replace(w_gate_up=None, w_down=None))

@@ -16,6 +16,7 @@ from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.compress import compress
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.index_topk import index_topk
+from dspark_jax.kernels.quantized import dequantize
 from dspark_jax.kernels.sparse_mla import sparse_mla
 from dspark_jax.model.batch import TokenBatch
 from dspark_jax.model.cache import entry_places
@@ -57,24 +58,13 @@ def project_output(
     """Heads [..., H, D] -> [..., M]: inverse rotation, one low-rank map per group of heads, one map back."""
     out = rotate(out, positions, frequencies, inverse=True)
     groups = out.reshape(*out.shape[:-2], cfg.o_groups, -1)
-    w_o_a = block.w_o_a
+    w_o_a = dequantize(block.w_o_a, out.dtype)
+    rank = cfg.o_lora_rank
     low = jnp.stack(
-        [
-            linear(groups[..., g, :], _rows(w_o_a, g * cfg.o_lora_rank, cfg.o_lora_rank))
-            for g in range(cfg.o_groups)
-        ],
+        [linear(groups[..., g, :], w_o_a[g * rank : (g + 1) * rank]) for g in range(cfg.o_groups)],
         axis=-2,
     )
     return linear(low.reshape(*low.shape[:-2], -1), block.w_o_b)
-
-
-def _rows(weight, start: int, size: int):
-    """`size` output rows of a matrix from `start`; a quantised one is cut along its 128-row blocks."""
-    if isinstance(weight, jax.Array):
-        return weight[start : start + size]
-    from dspark_jax.kernels.quantized import dequantize
-
-    return dequantize(weight)[start : start + size]
 
 
 def closing_tokens(batch: TokenBatch, ratio: int) -> jax.Array:

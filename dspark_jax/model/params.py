@@ -108,6 +108,11 @@ def leaf_spec(
     return Spec(shape, axes, storage, init)
 
 
+def layer_block(stack: Block, layer: jax.Array | int) -> Block:
+    """One layer of a stack, without the routed experts: those are read from the stack itself."""
+    return jax.tree.map(lambda leaf: leaf[layer], stack.replace(w_gate_up=None, w_down=None))
+
+
 def block_specs(cfg: ModelConfig, layers: int) -> Block:
     """Specifications of `layers` stacked blocks: the target's, or a drafter's stages."""
     c, d, h = cfg.hidden_size, cfg.head_dim, cfg.num_attention_heads

@@ -20,7 +20,7 @@ from dspark_jax.model import hyper, moe
 from dspark_jax.model.batch import TokenBatch
 from dspark_jax.model.cache import Cache, StepRows
 from dspark_jax.model.layers import linear_f32, rms_norm, rotary_frequencies
-from dspark_jax.model.params import Block, Params
+from dspark_jax.model.params import Block, Params, layer_block
 
 
 class Forward(struct.PyTreeNode):
@@ -131,7 +131,7 @@ def _layer(
     own: jax.Array,
 ) -> tuple[_Carry, _Rows]:
     """One layer. `layer` counts all layers, `own` the layers of the same attention kind."""
-    block = _slice_block(params.blocks, layer)
+    block = layer_block(params.blocks, layer)
     with jax.named_scope(f"attention_{kind.value}"):
         mix = hyper.mix(carry.streams, block.hyper_attn, cfg)
         h = rms_norm(hyper.enter(carry.streams, mix), block.g_attn, cfg.rms_norm_eps)
@@ -229,12 +229,6 @@ def _attention(
     )
     out = attn.project_output(out, block, positions, frequencies, cfg)
     return out, carry, _Rows(rows, main_open, index_open)
-
-
-def _slice_block(stack: Block, layer: jax.Array) -> Block:
-    """One layer of the stack, without the routed experts: those are read from the stack itself."""
-    thin = stack.replace(w_gate_up=None, w_down=None)
-    return jax.tree.map(lambda x: x[layer], thin)
 
 
 def _index_within_kind(cfg: ModelConfig) -> np.ndarray:
