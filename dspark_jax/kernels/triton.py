@@ -27,6 +27,8 @@ MASKED = -1e30
 
 LOG2_E = 1.4426950408889634
 
+_MULTIPROCESSORS = {90: 132, 100: 148, 103: 148}
+
 
 def triton_call(
     body: Callable[..., None],
@@ -97,6 +99,11 @@ def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
 def row_block(size: int, most: int) -> int:
     """Rows of a matrix-product tile for `size` rows: a power of two, 16 (the least there is) to `most`."""
     return max(16, min(most, pl.next_power_of_2(size)))
+
+
+def multiprocessors(capability: int) -> int:
+    """Multiprocessors of the GPU that has this compute capability (times ten); an H200's where it is unknown."""
+    return _MULTIPROCESSORS.get(capability, 132)
 
 
 def loop(begin: jax.Array | int, end: jax.Array | int, body: Callable, start: Any) -> Any:

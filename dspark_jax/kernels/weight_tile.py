@@ -70,7 +70,7 @@ def operand_dtype(weight: Weight) -> Any:
 
 def power_of_two_factor(size: int, most: int) -> int:
     """Largest power of two that divides `size`, at most `most`; ValueError below 16, the least tile side."""
-    factor = min(size & -size, most)
+    factor = min(size & -size, 1 << most.bit_length() - 1)
     if factor < 16:
         raise ValueError(f"a matrix side of {size} is no multiple of 16")
     return factor
@@ -86,6 +86,7 @@ def product(
     inner: int,
     depth: int,
     interpret: bool,
+    part: tuple[jax.Array | int, int] = (0, 1),
 ) -> jax.Array:
     """x times the rows `columns` of a stored matrix [N, K], transposed: float32 [rows, len(columns)].
 
@@ -94,6 +95,7 @@ def product(
         1) first and columns of that half.
       refs: of `weight_arrays`, stacked by the axes that `lead` indexes.
       inner: K. depth: the most input columns per iteration.
+      part: (i, n) sums only the i-th of n equal parts of the input; n divides the number of iterations.
     """
     depth = power_of_two_factor(inner, depth)
     if refs[0].dtype == jnp.uint8:
@@ -105,7 +107,9 @@ def product(
     else:
         step = _plain_step(load_x, refs, lead, columns, depth)
     start = jnp.zeros((rows, columns.shape[0]), jnp.float32)
-    return lax.fori_loop(0, inner // depth, step, start)
+    number, parts = part
+    steps = inner // depth // parts
+    return lax.fori_loop(0, steps, lambda i, total: step(number * steps + i, total), start)
 
 
 def _load(ref: Any, lead: tuple[jax.Array, ...], rows: jax.Array, columns: jax.Array) -> jax.Array:

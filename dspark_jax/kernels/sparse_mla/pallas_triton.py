@@ -28,12 +28,12 @@ from dspark_jax.kernels.triton import (
     dot,
     gather,
     loop,
+    multiprocessors,
     row_block,
     scatter,
     triton_call,
 )
 
-MULTIPROCESSORS = {90: 132, 100: 148, 103: 148}
 MERGE_HEADS = 4
 
 
@@ -59,7 +59,7 @@ def default_tile(
     multiprocessor; with 32 heads two programs share one, which wins once there are enough of them. SM100 and
     SM103 start from the same sizes; the order of the alternatives was not measured there.
     """
-    sms = MULTIPROCESSORS.get(capability, 132)
+    sms = multiprocessors(capability)
     wide = itemsize > 2  # float32 rows: a quarter of the tile, to fit shared memory
     keys = 16 if wide else 64
     # A decoding request has at most a few rows in its own step, a prompt chunk a whole window of them.

@@ -1,0 +1,124 @@
+"""Triton kernel of `stacked_linear`: a block of tokens times a block of rows of the matrix.
+
+For few tokens reading the matrix is all that counts: blocks of rows give too few programs to fill the device, so
+the sum is cut into splits, which XLA adds in a fixed order. For many tokens the matrix units count, and the
+library's product is faster than a kernel that decodes weights for every block of tokens: then the layer is expanded
+once, into a copy that lives as long as the product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.linear.reference import stacked_linear_reference
+from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, Weight
+from dspark_jax.kernels.triton import gather, multiprocessors, row_block, scatter, triton_call
+from dspark_jax.kernels.weight_tile import (
+    operand,
+    power_of_two_factor,
+    product,
+    weight_arrays,
+)
+
+MANY_TOKENS = 512
+"""From here on the layer is expanded. Estimate for an H200: reading one byte and writing and reading two per weight
+at 4 TB/s costs what 250 TFLOP/s instead of 700 cost at about this many tokens."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tokens by rows of the matrix by input columns of one tile, parts of the sum, and the launch."""
+
+    rows: int
+    columns: int
+    depth: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def default_tile(*, tokens: int, outputs: int, inner: int, plain: bool, capability: int) -> Tile:
+    """Tile for `tokens` tokens and a matrix [outputs, inner]; `plain` weights are two bytes wide or more.
+
+    Columns, depth and stages are those that won for experts on an H200; SM100 and SM103 start from the same.
+    """
+    rows = row_block(tokens, 64)
+    columns = power_of_two_factor(outputs, 128)
+    depth = power_of_two_factor(inner, 64 if plain else 128)
+    programs = pl.cdiv(tokens, rows) * outputs // columns
+    wanted = max(1, min(16, multiprocessors(capability) // programs))
+    # Splits divide the number of steps.
+    splits = power_of_two_factor(inner // depth * 16, 16 * wanted) // 16
+    return Tile(rows, columns, depth, splits, warps=4, stages=4 if rows == 16 else 3)
+
+
+def stacked_linear_pallas(
+    x: jax.Array, stack: Weight, *, layer, dispatch: Dispatch, tile: Tile | None = None
+) -> jax.Array:
+    """See `stacked_linear`; `tile` overrides the default sizes and runs the kernel for any number of tokens."""
+    tokens, groups, inner = x.shape
+    if tile is None and tokens >= MANY_TOKENS:
+        return stacked_linear_reference(x, stack, layer=layer)
+    outputs = stack.shape[-2] // groups
+    tile = tile or default_tile(
+        tokens=tokens,
+        outputs=outputs * groups,
+        inner=inner,
+        plain=not isinstance(stack, Fp4Weight | Fp8Weight),
+        capability=dispatch.capability,
+    )
+    columns = power_of_two_factor(outputs, tile.columns)
+    out = triton_call(
+        partial(_product, tile=tile, columns=columns, interpret=dispatch.interpret),
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        operand(x, stack),
+        *weight_arrays(stack),
+        grid=(outputs * groups // columns, pl.cdiv(tokens, tile.rows), tile.splits),
+        out_shape=jax.ShapeDtypeStruct(
+            (tile.splits, tokens, groups * outputs), jnp.float32 if tile.splits > 1 else x.dtype
+        ),
+        name="linear",
+        dispatch=dispatch,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return jnp.sum(out, axis=0).astype(x.dtype).reshape(tokens, groups, outputs)
+
+
+def _product(layer: Any, x: Any, *refs: Any, tile: Tile, columns: int, interpret: bool) -> None:
+    """Body: `columns` rows of the matrix, one block of tokens, one part of the input.
+
+    layer [1]; x [T, G, K] or [2, T, G, K/2]; matrix [L, G*N, K]; out [splits, T, G*N].
+    """
+    *weight, out = refs
+    block, split = pl.program_id(0), pl.program_id(2)
+    tokens, groups = x.shape[-3:-1]
+    inner = x.shape[-1] * (2 if len(x.shape) == 4 else 1)
+    token = pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
+    is_token = token < tokens
+    column = block * columns + jnp.arange(columns)
+    group = block * columns * groups // out.shape[2]
+
+    def load_x(*index):
+        *lead, channel = index
+        return gather(x, *lead, token[:, None], group, channel[None], mask=is_token[:, None])
+
+    value = product(
+        load_x,
+        tuple(weight),
+        (layer[0],),
+        column,
+        rows=tile.rows,
+        inner=inner,
+        depth=tile.depth,
+        part=(split, tile.splits),
+        interpret=interpret,
+    )
+    scatter(out, split, token[:, None], column[None], value=value, mask=is_token[:, None])
