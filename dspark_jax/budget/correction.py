@@ -73,6 +73,10 @@ class LiveCorrection:
         self.pooled_ratio += self.rate * (ratio - self.pooled_ratio)
         self._ratios[~self._is_seen] = self.pooled_ratio
 
+    def ratio(self, num_tokens: int) -> float:
+        """Ratio for a step of that many tokens."""
+        return float(self._ratios[self._bucket_of[num_tokens]])
+
     def ratios(self, first: int, last: int) -> np.ndarray:
         """Ratio for each of first..last tokens (both included), float64[last - first + 1]."""
         return self._ratios[self._bucket_of[first : last + 1]]

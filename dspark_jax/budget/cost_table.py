@@ -143,12 +143,13 @@ class CostTable:
     def step_ms(
         self, num_tokens: int, num_requests: int, *, draft: bool, context_len: float
     ) -> float:
-        """Milliseconds of one step, `draft` telling whether the drafter runs in it."""
-        return float(
-            self.steps_ms(
-                num_tokens, num_tokens, num_requests, draft=draft, context_len=context_len
-            )[0]
-        )
+        """Milliseconds of one step, `draft` telling whether the drafter runs in it.
+
+        Raises:
+            ValueError: as `steps_ms`.
+        """
+        ms = self._profiled_step_ms(num_tokens, num_requests, draft, context_len)
+        return ms if self.correction is None else ms * self.correction.ratio(num_tokens)
 
     def steps_ms(
         self, first: int, last: int, num_requests: int, *, draft: bool, context_len: float
@@ -161,9 +162,11 @@ class CostTable:
         Raises:
             ValueError: the table doesn't reach that far, which is an error of the scheduler.
         """
-        ms = self._profiled_ms(first, last, num_requests, draft=draft, context_len=context_len)
+        self._check(first, last, num_requests)
+        ms = self._profiled_ms(slice(first, last + 1), num_requests, draft, context_len)
         if self.correction is not None:
-            ms = np.maximum.accumulate(ms * self.correction.ratios(first, last))
+            ms = ms * self.correction.ratios(first, last)
+            np.maximum.accumulate(ms, out=ms)
         return ms
 
     def observe(
@@ -177,16 +180,27 @@ class CostTable:
     ) -> None:
         """Tells the live correction, if there is one, how long a step really took."""
         if self.correction is not None:
-            profiled = self._profiled_ms(
-                num_tokens, num_tokens, num_requests, draft=draft, context_len=context_len
-            )
-            self.correction.observe(
-                num_tokens, predicted_ms=float(profiled[0]), measured_ms=measured_ms
-            )
+            profiled = self._profiled_step_ms(num_tokens, num_requests, draft, context_len)
+            self.correction.observe(num_tokens, predicted_ms=profiled, measured_ms=measured_ms)
+
+    def _profiled_step_ms(
+        self, num_tokens: int, num_requests: int, draft: bool, context_len: float
+    ) -> float:
+        self._check(num_tokens, num_tokens, num_requests)
+        return float(self._profiled_ms(num_tokens, num_requests, draft, context_len))
 
     def _profiled_ms(
-        self, first: int, last: int, num_requests: int, *, draft: bool, context_len: float
+        self, tokens: int | slice, num_requests: int, draft: bool, context_len: float
     ) -> np.ndarray:
+        lower, upper, weight = self._context_bracket(context_len)
+        ms = self._verify_ms[lower, tokens]
+        draft_ms = self._draft_ms[lower, num_requests]
+        if weight > 0.0:
+            ms = ms + weight * (self._verify_ms[upper, tokens] - ms)
+            draft_ms = draft_ms + weight * (self._draft_ms[upper, num_requests] - draft_ms)
+        return ms + draft_ms if draft else ms
+
+    def _check(self, first: int, last: int, num_requests: int) -> None:
         if not 0 <= first <= last <= self.max_tokens:
             raise ValueError(
                 f"step of {first}..{last} tokens is outside the cost table of 0..{self.max_tokens}"
@@ -196,13 +210,6 @@ class CostTable:
                 f"step of {num_requests} requests is outside the cost table of "
                 f"0..{self.max_requests}"
             )
-        lower, upper, weight = self._context_bracket(context_len)
-        ms = self._verify_ms[lower, first : last + 1]
-        draft_ms = self._draft_ms[lower, num_requests]
-        if weight > 0.0:
-            ms = ms + weight * (self._verify_ms[upper, first : last + 1] - ms)
-            draft_ms = draft_ms + weight * (self._draft_ms[upper, num_requests] - draft_ms)
-        return ms + draft_ms if draft else ms
 
     def _context_bracket(self, context_len: float) -> tuple[int, int, float]:
         # Outside the profiled range the nearest profile holds: sparse attention reads a bounded

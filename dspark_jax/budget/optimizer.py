@@ -6,6 +6,7 @@ exact (DSpark paper, section 5.2). The search is exhaustive, because expected to
 isn't unimodal on a staircase of compiled shapes.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,9 @@ import numpy as np
 from dspark_jax.budget.cost_table import CostTable
 
 LOGITS_CHUNK_BYTES = 2**30
+# Added to the survival of slots within the fairness floor, so that they come first.
+_FLOOR_BONUS = 2.0
+_BITS_OF_ONE = int(np.float32(1.0).view(np.uint32))
 
 
 def logit_rows_in_chunk(vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:
@@ -147,10 +151,10 @@ def choose_budget(
             or `draft_lens` exceeds the number of positions.
     """
     draft_len = confidences.shape[1]
-    if draft_lens.size and int(draft_lens.max()) > draft_len:
+    if np.maximum.reduce(draft_lens, initial=0) > draft_len:
         raise ValueError(f"draft_lens up to {draft_lens.max()} for {draft_len} drafted positions")
-    num_query_tokens = int(query_lens.sum())
-    num_draft_tokens = int(draft_lens.sum())
+    num_query_tokens = int(np.add.reduce(query_lens))
+    num_draft_tokens = int(np.add.reduce(draft_lens))
     num_requests = int(np.count_nonzero(query_lens))
     num_sampling = int(np.count_nonzero(samples))
     if num_query_tokens + num_draft_tokens > cost.max_tokens:
@@ -160,24 +164,33 @@ def choose_budget(
         )
     max_budget = min(num_draft_tokens, max(0, limits.max_logit_rows - num_requests))
 
+    min_depth = policy.min_depth if policy.mode == "adaptive" else 0
+    num_floor = int(np.minimum(draft_lens, min_depth).sum()) if min_depth else 0
+    min_budget = min(num_floor, max_budget)
+
     survival, num_sanitised = _survival(confidences)
-    # Row by row, so that slot j belongs to row np.repeat(rows, draft_lens)[j].
-    is_offered = np.arange(draft_len) < draft_lens[:, None]
-    offered = survival[is_offered]
-    if policy.min_depth or policy.target_token_ms is not None:
-        is_floor = np.nonzero(is_offered)[1] < policy.min_depth
-        order = np.argsort(-(offered + 2.0 * is_floor))[:max_budget]
-        ranked = offered[order]
-    else:
+    keys = survival.copy()
+    if min_depth:
+        keys[:min_depth] += _FLOOR_BONUS
+    if num_draft_tokens < keys.size:
+        is_missing = np.arange(draft_len)[:, None] >= draft_lens
+        keys[is_missing], survival[is_missing] = -1.0, 0.0
+    target_ms = policy.target_token_ms if policy.mode == "adaptive" and num_sampling else None
+    if target_ms is None:
         # Nobody asks for the order, and sorting values alone takes half the time.
         order = None
-        ranked = -np.sort(-offered)[:max_budget]
-    min_budget = 0
-    if policy.mode == "adaptive" and policy.min_depth:
-        min_budget = min(int(np.minimum(draft_lens, policy.min_depth).sum()), max_budget)
+        ranked = -np.sort(np.negative(keys, out=keys), axis=None)[:max_budget]
+        if num_floor:
+            ranked[:num_floor] -= _FLOOR_BONUS
+    else:
+        order = _descending_order(keys)[:num_draft_tokens]
+        ranked = survival.take(order[:max_budget])
 
     # Entry i of these belongs to the budget min_budget + i.
-    tokens = num_sampling + np.concatenate(([0.0], np.cumsum(ranked)))[min_budget:]
+    tokens = np.empty(max_budget + 1)
+    tokens[0] = num_sampling
+    tokens[1:] = ranked
+    tokens = np.add.accumulate(tokens, out=tokens)[min_budget:]
     step_ms = cost.steps_ms(
         num_query_tokens + min_budget,
         num_query_tokens + max_budget,
@@ -191,9 +204,12 @@ def choose_budget(
         index = 0
     elif policy.mode == "fixed":
         index = rate.size - 1
-    elif policy.target_token_ms is not None and num_sampling:
-        rows = np.repeat(np.arange(samples.size), draft_lens)[order]
-        index = _fastest_within_target(rate, step_ms, ranked, rows, samples, policy.target_token_ms)
+    elif target_ms is not None and order is not None:
+        least = _least_tokens(survival, samples, order)[min_budget : max_budget + 1]
+        slowest_ms = np.divide(step_ms, least, out=least)
+        is_late = slowest_ms > max(target_ms, np.minimum.reduce(slowest_ms))
+        rate[is_late] = -1.0
+        index = int(rate.argmax())
     else:
         index = _fastest(rate, policy.hysteresis)
     budget = min_budget + index
@@ -211,14 +227,39 @@ def choose_budget(
 
 
 def _survival(confidences: np.ndarray) -> tuple[np.ndarray, int]:
-    """float64[R, G] cumulative products of clean confidences; how many had to be cleaned."""
-    conditional = confidences.astype(np.float64)
-    # NaN fails both comparisons, so one pass finds everything that is wrong.
-    is_valid = (conditional >= 0.0) & (conditional <= 1.0)
-    num_sanitised = conditional.size - int(np.count_nonzero(is_valid))
-    if num_sanitised:
-        conditional = np.clip(np.nan_to_num(conditional, nan=0.0), 0.0, 1.0)
-    return np.multiply.accumulate(conditional, axis=1), num_sanitised
+    """float64[G, R] cumulative products of clean confidences; how many had to be cleaned.
+
+    Position-major, so that the products of all rows are taken at once, and slots of equal survival
+    lie in the order in which the device admits them: position, then row.
+    """
+    conditional = confidences.T.astype(np.float64, order="C")
+    num_sanitised = 0
+    # As integers without sign, NaN and what is negative or above 1 are all larger than 1.0 is.
+    if np.maximum.reduce(confidences.view(np.uint32), axis=None, initial=0) > _BITS_OF_ONE:
+        is_valid = (conditional >= 0.0) & (conditional <= 1.0)
+        num_sanitised = conditional.size - int(np.count_nonzero(is_valid))
+        conditional = np.clip(np.nan_to_num(conditional, nan=0.0), 0.0, 1.0) + 0.0  # no -0.0
+    # A loop, because NumPy accumulates along a leading axis element by element.
+    for before, after in itertools.pairwise(conditional):
+        after *= before
+    return conditional, num_sanitised
+
+
+def _descending_order(keys: np.ndarray) -> np.ndarray:
+    """int64[N], flat indices of float64 `keys` from the highest; ties by index, those below 0 last.
+
+    Values nearer to each other than 2N units in the last place may count as equal: their last bits
+    make room for the index, because sorting values alone takes half as long as sorting indices. The
+    keys, < 4 and without -0.0, are overwritten.
+    """
+    index_mask = (1 << keys.size.bit_length()) - 1
+    # Floats >= 0 are ordered as their bits are.
+    packed = keys.reshape(-1).view(np.int64)
+    packed |= index_mask
+    packed -= np.arange(keys.size)
+    packed.sort()
+    packed &= index_mask
+    return index_mask - packed[::-1]
 
 
 def _fastest(rate: np.ndarray, hysteresis: float) -> int:
@@ -230,31 +271,28 @@ def _fastest(rate: np.ndarray, hysteresis: float) -> int:
     return best if is_clear else end
 
 
-def _fastest_within_target(
-    rate: np.ndarray,
-    step_ms: np.ndarray,
-    ranked: np.ndarray,
-    rows: np.ndarray,
-    samples: np.ndarray,
-    target_ms: float,
-) -> int:
-    """Fastest entry whose slowest request keeps the target time per token, else the nearest to it.
+def _least_tokens(survival: np.ndarray, samples: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Tokens that the request with the fewest expects, for every budget: float64[D + 1].
 
-    Only the last entry before each rise of the cost is looked at: within a flat stretch it has the
-    most tokens.
+    The tokens of a request grow with the slots it gets, in their order. So those it has at budget B
+    are the least that it has before any slot ranked B or later, and in the end; and the fewest of
+    all requests are the least over all those slots: a running minimum from behind.
+
+    Args:
+        survival: float64[G, R], 0 in slots that aren't offered.
+        samples: bool[R]; a request that emits nothing is not waited for.
+        order: int[D], flat indices of the offered slots, best first; an earlier position of a
+            request before a later one.
     """
-    entries = np.append(np.flatnonzero(np.diff(step_ms) > 0.0), step_ms.size - 1)
-    budgets = entries + (ranked.size + 1 - step_ms.size)
-    # tokens[c, r]: what request r expects from budgets[c]; each slot counts from the first budget
-    # that buys it.
-    first_entry = np.searchsorted(budgets, np.arange(1, ranked.size + 1))
-    shape = (entries.size, samples.size)
-    gained = np.bincount(
-        first_entry * samples.size + rows, weights=ranked, minlength=entries.size * samples.size
-    )
-    tokens = 1.0 + np.cumsum(gained.reshape(shape), axis=0)
-    slowest_ms = step_ms[entries] / tokens[:, samples].min(axis=1)
-    is_kept = slowest_ms <= target_ms
-    if is_kept.any():
-        return int(entries[np.argmax(np.where(is_kept, rate[entries], -np.inf))])
-    return int(entries[np.argmin(slowest_ms)])
+    draft_len, num_requests = survival.shape
+    tokens = np.empty((draft_len + 1, num_requests))
+    tokens[0] = 1.0
+    if not samples.all():
+        tokens[0, ~samples] = np.inf
+    for before, gain, after in zip(tokens, survival, tokens[1:], strict=False):
+        np.add(before, gain, out=after)
+    least = np.empty(order.size + 1)
+    # Entry i of the flat tokens is what the request of slot i has before it.
+    least[:-1] = tokens.take(order)
+    least[-1] = np.minimum.reduce(tokens[-1])
+    return np.minimum.accumulate(least[::-1])[::-1]

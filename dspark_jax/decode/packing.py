@@ -11,7 +11,7 @@ from dspark_jax.decode.plan import MAX_STOP_IDS, StepPlan
 from dspark_jax.decode.sampling import SamplingRows
 
 _INTS = (
-    "slot num_prompt start samples draft_cap limit prompt_len min_len seed_low seed_high top_k "
+    "slot num_prompt start samples draft_cap min_depth limit prompt_len min_len seed_low seed_high top_k "
     "wants_logprobs wants_prompt_logprobs"
 ).split()
 _FLOATS = "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty".split()
@@ -52,6 +52,7 @@ class Rows(struct.PyTreeNode):
     start: jax.Array
     samples: jax.Array
     draft_cap: jax.Array
+    min_depth: jax.Array
     limit: jax.Array
     prompt_len: jax.Array
     wants_logprobs: jax.Array
@@ -85,8 +86,9 @@ def pack(plan: StepPlan, *, rows: int) -> PackedPlan:
             used += count
         low, high = _signed(row.seed & 0xFFFFFFFF), _signed(row.seed >> 32)
         ints[i] = (
-            (row.slot, count, row.start, row.samples, row.draft_cap, row.limit, row.prompt_len)
-            + (row.min_len, low, high, row.top_k, row.wants_logprobs, row.wants_prompt_logprobs)
+            (row.slot, count, row.start, row.samples, row.draft_cap, plan.min_depth)
+            + (row.limit, row.prompt_len, row.min_len, low, high, row.top_k)
+            + (row.wants_logprobs, row.wants_prompt_logprobs)
             + row.stop_ids
             + (-1,) * (MAX_STOP_IDS - len(row.stop_ids))
         )
@@ -125,6 +127,7 @@ def unpack_rows(packed: PackedRows) -> Rows:
         start=count("start"),
         samples=count("samples") == 1,
         draft_cap=count("draft_cap"),
+        min_depth=count("min_depth"),
         limit=count("limit"),
         prompt_len=count("prompt_len"),
         wants_logprobs=count("wants_logprobs") == 1,

@@ -63,13 +63,17 @@ class RowPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One step. `budget` drafts are verified in all; `bucket` tokens hold sum(num_tokens) + budget."""
+    """One step. `budget` drafts are verified in all; `bucket` tokens hold sum(num_tokens) + budget.
+
+    The first `min_depth` drafts of every row are bought before any other.
+    """
 
     rows: tuple[RowPlan, ...]
     page_table: np.ndarray  # int32 [slots, max_pages], -1 where no page is held
     budget: int
     bucket: int
     drafts: bool  # run the drafter after the verification
+    min_depth: int = 0
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _admit(
         room = rows.limit - state.positions[slots] - 2
         caps = jnp.minimum(jnp.minimum(rows.draft_cap, state.proposals.lens[slots]), room)
         caps = jnp.where(live, jnp.maximum(caps, 0), 0)
-        return allocate(state.proposals.confidences[slots], caps, budget)
+        return allocate(state.proposals.confidences[slots], caps, budget, rows.min_depth)
 
 
 def _lay_out(

@@ -254,6 +254,7 @@ class Engine:
             budget=size.budget,
             bucket=bucket,
             drafts=size.drafts,
+            min_depth=size.min_depth,
         )
         pending = self._executor.dispatch(plan)
         number = self._num_steps

@@ -23,12 +23,16 @@ from dspark_jax.serving.speculative_config import SpeculativeConfig
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Answer of a policy: drafts to verify over all rows, whether to draft afterwards, and what it expects."""
+    """Answer of a policy: drafts to verify over all rows, whether to draft afterwards, and what it expects.
+
+    The first `min_depth` drafts of every row are part of the budget before any other.
+    """
 
     budget: int
     drafts: bool
     predicted_ms: float | None = None
     predicted_accepted: float | None = None
+    min_depth: int = 0
     context_len: float = 0.0  # cached positions per request that the prediction assumed
 
 
@@ -141,6 +145,7 @@ class AdaptiveVerification:
                 drafts=True,
                 predicted_ms=decision.predicted_ms,
                 predicted_accepted=decision.predicted_tokens - decision.num_sampling,
+                min_depth=self._objective.min_depth,
                 context_len=context_len,
             )
         # A step that skips the drafter still verifies what the step before it drafted.
@@ -149,7 +154,13 @@ class AdaptiveVerification:
         predicted_ms = self._cost.step_ms(
             schedule.num_tokens + budget, num_rows, draft=drafts, context_len=context_len
         )
-        return StepSize(budget, drafts=drafts, predicted_ms=predicted_ms, context_len=context_len)
+        return StepSize(
+            budget,
+            drafts=drafts,
+            predicted_ms=predicted_ms,
+            min_depth=self._objective.min_depth,
+            context_len=context_len,
+        )
 
     def on_admit(self, slot: int, first_serial: int) -> None:
         self._snapshots.admit(slot, first_serial)

@@ -111,6 +111,7 @@ class Loop:
     skips_drafter: float = 0.1
     sits_out: float = 0.1
     longest_chunk: int = 12
+    min_depth: int = 0
     confidences: np.ndarray = field(init=False)  # [SLOTS, G] of the last proposals
     stale: np.ndarray = field(init=False)  # [SLOTS, G] of the proposals before
 
@@ -164,6 +165,7 @@ class Loop:
             budget=budget,
             bucket=TOKENS,
             drafts=drafts,
+            min_depth=self.min_depth,
         )
         packed = pack(plan, rows=SLOTS)
         self.state, outputs = self.programs.verify(self.params, self.state, packed)

@@ -36,9 +36,19 @@ def problems(draw, values):
 @given(data=st.data())
 def test_equals_the_definition(values, data):
     confidences, caps, budget = data.draw(problems(values))
-    lens = np.asarray(run(confidences, caps, np.int32(budget)))
+    min_depth = data.draw(st.integers(0, 4))
+    lens = np.asarray(run(confidences, caps, np.int32(budget), np.int32(min_depth)))
     assert lens.dtype == np.int32
-    assert lens.tolist() == allocate_reference(confidences, caps, budget).tolist()
+    expected = allocate_reference(confidences, caps, budget, min_depth=min_depth)
+    assert lens.tolist() == expected.tolist()
+
+
+def test_the_floor_of_a_row_is_its_own():
+    confidences = np.array([[0.1, 0.1, 0.1], [0.9, 0.9, 0.9]], np.float32)
+    caps = np.array([3, 3], np.int32)
+    floors = np.array([2, 0], np.int32)
+    assert run(confidences, caps, np.int32(3)).tolist() == [0, 3]
+    assert run(confidences, caps, np.int32(3), floors).tolist() == [2, 1]
 
 
 def test_a_budget_beyond_the_caps_admits_them_all():

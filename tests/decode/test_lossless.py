@@ -132,7 +132,8 @@ def test_a_request_admitted_again_goes_on_as_if_nothing_had_happened(twins, text
     assert [a.tokens + b.tokens for a, b in zip(first, second)] == ordinary
 
 
-def test_the_budget_goes_to_the_likeliest_survivors(twins, texts):
+@pytest.mark.parametrize("min_depth", [0, 2])
+def test_the_budget_goes_to_the_likeliest_survivors(twins, texts, min_depth):
     """What the device admits is what the host's definition admits, and limits cap it."""
     loop = Loop(
         twins.cfg,
@@ -141,6 +142,7 @@ def test_the_budget_goes_to_the_likeliest_survivors(twins, texts):
         random_budget,
         sits_out=0,
         skips_drafter=0,
+        min_depth=min_depth,
     )
     requests = requests_for(texts[:4])
     budgets: list[int] = []
@@ -155,7 +157,8 @@ def test_the_budget_goes_to_the_likeliest_survivors(twins, texts):
         caps = np.minimum(room, loop.draft_len)
         loop.step(requests)
         admitted = [request.verify_lens[-1] for request in requests]
-        expected = allocate(confidences, caps, min(budgets[-1], int(caps.sum())))
+        budget = min(budgets[-1], int(caps.sum()))
+        expected = allocate(confidences, caps, budget, min_depth=min_depth)
         assert admitted == expected.tolist()
 
 

@@ -166,7 +166,8 @@ class FakeExecutor:
                     assert row.draft_cap == 0, "drafts are offered of a slot that has none"
             lens.append(max(cap, 0))
         draft_lens = np.array(lens)
-        return allocate(confidences, draft_lens, min(plan.budget, int(draft_lens.sum())))
+        budget = min(plan.budget, int(draft_lens.sum()))
+        return allocate(confidences, draft_lens, budget, min_depth=plan.min_depth)
 
     def _prompt(self, plan: StepPlan, row: RowPlan, slot: Slot) -> tuple[list[int], RowFinish]:
         assert row.prompt_ids is not None
