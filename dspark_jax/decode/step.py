@@ -122,7 +122,9 @@ def verify_step(
             state, out, batch, rows, tokens, num_tokens, finish, samples, newest, accepted
         )
     if params.draft is not None:
-        state = _extend_context(params.draft, state, out, batch, rows, accepted, cfg)
+        state = _extend_context(
+            params.draft, state, out, batch, rows, accepted, cfg, options.dispatch
+        )
     return state, _outputs(rows, slots, batch, picked, raw, tokens, num_tokens, finish, verify_lens)
 
 
@@ -339,6 +341,7 @@ def _extend_context(
     rows: Rows,
     accepted: jax.Array,
     cfg: ModelConfig,
+    dispatch: Dispatch,
 ) -> DecodeState:
     """Give the drafter its context rows of the committed tokens, and forget the proposals that were judged."""
     assert out.taps is not None
@@ -348,7 +351,7 @@ def _extend_context(
     with jax.named_scope("draft_context"):
         window = write_context(
             state.draft_window,
-            context_rows(params, cfg, out.taps, batch.positions),
+            context_rows(params, cfg, out.taps, batch.positions, dispatch=dispatch),
             slots=batch.token_slots,
             positions=batch.positions,
             kept=kept,

@@ -16,11 +16,16 @@ from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.model import attention as attn
 from dspark_jax.model import hyper, moe
 from dspark_jax.model.layers import linear, rms_norm, rotary_frequencies
-from dspark_jax.model.params import Block, Params, layer_block
+from dspark_jax.model.params import Block, Params, layer_block, layer_matrix
 
 
 def context_rows(
-    params: DraftParams, cfg: ModelConfig, taps: jax.Array, positions: jax.Array
+    params: DraftParams,
+    cfg: ModelConfig,
+    taps: jax.Array,
+    positions: jax.Array,
+    *,
+    dispatch: Dispatch,
 ) -> jax.Array:
     """Rows that each stage's attention will read for these tokens.
 
@@ -30,14 +35,19 @@ def context_rows(
     Returns:
       [stages, T, D], rotated. They skip the stages' input norms: the projected feature goes straight in.
     """
-    features = linear(taps.reshape(taps.shape[0], -1), params.w_main)
+    w_main = layer_matrix(jax.tree.map(lambda x: x[None], params.w_main), 0, dispatch)
+    features = linear(taps.reshape(taps.shape[0], -1), w_main)
     features = rms_norm(features, params.g_main, cfg.rms_norm_eps)
     frequencies = rotary_frequencies(cfg, compressed=False)
     stages = params.stages.w_kv.shape[0]
     return jnp.stack(
         [
             attn.latent_rows(
-                features, layer_block(params.stages, i), positions, frequencies, cfg.rms_norm_eps
+                features,
+                layer_block(params.stages, i, dispatch),
+                positions,
+                frequencies,
+                cfg.rms_norm_eps,
             )
             for i in range(stages)
         ]
@@ -85,37 +95,30 @@ def run_block(
     g, length = cfg.draft.block_size, window.shape[2]
     ids = jnp.full((anchors.shape[0], g), cfg.draft.noise_token_id, jnp.int32).at[:, 0].set(anchors)
     block_positions = positions[:, None] + jnp.arange(g)
-    streams = hyper.spread(target.embed[ids], cfg.hc_mult)
+    streams = hyper.spread(target.embed[ids.reshape(-1)], cfg.hc_mult)  # [R * G, N, M]
     # Ring place s holds the newest position below n that is s modulo W, if there is one.
     place = jnp.arange(length)
     held = positions[:, None] - 1 - (positions[:, None] - 1 - place) % length
     visible = held >= 0  # [R, W]
-    for i in range(params.stages.w_kv.shape[0]):
-        block = layer_block(params.stages, i)
+    stack = params.stages
+    fixed = {"cfg": cfg, "dispatch": dispatch}
+    for i in range(stack.w_kv.shape[0]):
+        block = layer_block(stack, i, dispatch)
         with jax.named_scope(f"draft_stage_{i}"):
-            mix = hyper.mix(streams, block.hyper_attn, cfg)
-            h = rms_norm(hyper.enter(streams, mix), block.g_attn, cfg.rms_norm_eps)
+            entered = hyper.enter(streams, stack.hyper_attn, stack.g_attn, layer=i, **fixed)
+            h = entered.block_input.reshape(*ids.shape, -1)
             out = _attention(h, block, window[i, slots], visible, block_positions, cfg)
-            streams = hyper.leave(streams, out, mix)
-            mix = hyper.mix(streams, block.hyper_ffn, cfg)
-            h = rms_norm(hyper.enter(streams, mix), block.g_ffn, cfg.rms_norm_eps)
-            flat = h.reshape(-1, h.shape[-1])
-            scores = moe.router_scores(flat, block.w_router)
+            out = out.reshape(entered.block_input.shape)
+            streams = hyper.leave(streams, out, entered, dispatch=dispatch)
+            entered = hyper.enter(streams, stack.hyper_ffn, stack.g_ffn, layer=i, **fixed)
+            h = entered.block_input
+            scores = moe.router_scores(h, block.w_router)
             chosen = moe.choose_by_score(scores, block.b_router, cfg)
             weights = moe.expert_weights(scores, chosen, cfg)
             chosen = jnp.where(jnp.repeat(is_row, g)[:, None], chosen, cfg.n_routed_experts)
-            out = moe.expert_block(
-                flat,
-                chosen,
-                weights,
-                block,
-                params.stages,
-                layer=jnp.int32(i),
-                cfg=cfg,
-                dispatch=dispatch,
-            )
-            streams = hyper.leave(streams, out.reshape(h.shape), mix)
-    return hyper.collapse(streams, params.hyper_head, cfg)
+            out = moe.expert_block(h, chosen, weights, block, stack, layer=jnp.int32(i), **fixed)
+            streams = hyper.leave(streams, out, entered, dispatch=dispatch)
+    return hyper.collapse(streams, params.hyper_head, cfg).reshape(*ids.shape, -1)
 
 
 def _attention(

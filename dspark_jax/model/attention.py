@@ -16,11 +16,18 @@ from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.compress import compress
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.index_topk import index_topk
-from dspark_jax.kernels.quantized import dequantize
 from dspark_jax.kernels.sparse_mla import sparse_mla
 from dspark_jax.model.batch import TokenBatch
 from dspark_jax.model.cache import entry_places
-from dspark_jax.model.layers import linear, linear_f32, rms_norm, rotary_frequencies, rotate
+from dspark_jax.model.layers import (
+    linear,
+    linear_by_group,
+    linear_f32,
+    rms_norm,
+    rotary_angles,
+    rotary_frequencies,
+    rotate,
+)
 from dspark_jax.model.params import Block, Compressor, Indexer
 
 
@@ -55,15 +62,13 @@ def queries(
 def project_output(
     out: jax.Array, block: Block, positions: jax.Array, frequencies: np.ndarray, cfg: ModelConfig
 ) -> jax.Array:
-    """Heads [..., H, D] -> [..., M]: inverse rotation, one low-rank map per group of heads, one map back."""
-    out = rotate(out, positions, frequencies, inverse=True)
-    groups = out.reshape(*out.shape[:-2], cfg.o_groups, -1)
-    w_o_a = dequantize(block.w_o_a, out.dtype)
-    rank = cfg.o_lora_rank
-    low = jnp.stack(
-        [linear(groups[..., g, :], w_o_a[g * rank : (g + 1) * rank]) for g in range(cfg.o_groups)],
-        axis=-2,
-    )
+    """Heads [..., H, D] -> [..., M]: inverse rotation, then `project_heads`."""
+    return project_heads(rotate(out, positions, frequencies, inverse=True), block, cfg)
+
+
+def project_heads(out: jax.Array, block: Block, cfg: ModelConfig) -> jax.Array:
+    """Heads [..., H, D], rotated back, -> [..., M]: one low-rank map per group of heads, one map back."""
+    low = linear_by_group(out.reshape(*out.shape[:-2], cfg.o_groups, -1), block.w_o_a)
     return linear(low.reshape(*low.shape[:-2], -1), block.w_o_b)
 
 
@@ -178,12 +183,13 @@ def attend(
     frame: Frame,
     *,
     layer: jax.Array,
+    frequencies: np.ndarray,
     entries: jax.Array | None = None,
     entry_layer: jax.Array | int = 0,
     places: jax.Array | None = None,
     counts: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of every token over ring, step and listed entries -> [T, H, D], before inverse rotation."""
+    """Attention of every token over ring, step and listed entries -> [T, H, D], rotated back."""
     batch = frame.batch
     return sparse_mla(
         q,
@@ -200,6 +206,7 @@ def attend(
         is_token=batch.is_token,
         entry_places=places,
         entry_counts=counts,
+        unrotate=rotary_angles(batch.positions, frequencies),
         dispatch=frame.dispatch,
     )
 

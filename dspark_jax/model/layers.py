@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.config import ModelConfig
+from dspark_jax.kernels.linear import LayerWeight, stacked_linear
 from dspark_jax.kernels.quantized import Weight, dequantize
 
 
@@ -49,6 +50,12 @@ def rotary_frequencies(cfg: ModelConfig, *, compressed: bool) -> np.ndarray:
     return (freqs * (1 - ramp) + freqs / yarn.factor * ramp).astype(np.float32)
 
 
+def rotary_angles(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, float32 [..., R/2], of positions [...] times frequencies."""
+    angle = positions.astype(jnp.float32)[..., None] * frequencies
+    return jnp.cos(angle), jnp.sin(angle)
+
+
 def rotate(
     x: jax.Array, positions: jax.Array, frequencies: np.ndarray, *, inverse: bool = False
 ) -> jax.Array:
@@ -57,25 +64,46 @@ def rotate(
     `positions` [...] broadcasts over x without its last axis, from the left. Angles and products are float32.
     """
     width = 2 * len(frequencies)
-    angle = positions.astype(jnp.float32)[..., None] * frequencies
-    angle = angle.reshape(angle.shape[:-1] + (1,) * (x.ndim - angle.ndim) + angle.shape[-1:])
-    cos, sin = jnp.cos(angle), jnp.sin(-angle if inverse else angle)
+    cos, sin = (
+        a.reshape(a.shape[:-1] + (1,) * (x.ndim - a.ndim) + a.shape[-1:])
+        for a in rotary_angles(positions, frequencies)
+    )
+    sin = -sin if inverse else sin
     kept, tail = x[..., :-width], x[..., -width:].astype(jnp.float32)
     even, odd = tail[..., 0::2], tail[..., 1::2]
     turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
     return jnp.concatenate([kept, turned.reshape(tail.shape).astype(x.dtype)], axis=-1)
 
 
-def linear(x: jax.Array, weight: Weight) -> jax.Array:
+def linear(x: jax.Array, weight: Weight | LayerWeight) -> jax.Array:
     """x [..., K] times the transpose of weight [N, K] -> [..., N] in the dtype of x, accumulated in float32."""
+    if isinstance(weight, LayerWeight):
+        return linear_by_group(x[..., None, :], weight)[..., 0, :]
     matrix = dequantize(weight, x.dtype)
     return jnp.einsum("...k,nk->...n", x, matrix, preferred_element_type=jnp.float32).astype(
         x.dtype
     )
 
 
+def linear_by_group(x: jax.Array, weight: Weight | LayerWeight) -> jax.Array:
+    """x [..., G, K] -> [..., G, N]: group g meets the rows [g*N, (g+1)*N) of weight [G*N, K], else as `linear`."""
+    groups, inner = x.shape[-2:]
+    if isinstance(weight, LayerWeight):
+        flat = x.reshape(-1, groups, inner)
+        out = stacked_linear(flat, weight.stack, layer=weight.layer, dispatch=weight.dispatch)
+        return out.reshape(*x.shape[:-1], -1)
+    matrix = dequantize(weight, x.dtype)
+    each = zip(jnp.moveaxis(x, -2, 0), jnp.split(matrix, groups))
+    return jnp.stack([linear(part, own) for part, own in each], axis=-2)
+
+
 def linear_f32(x: jax.Array, weight: Weight) -> jax.Array:
-    """`linear` with operands and result in float32, for what the model keeps wide (router, compressor, mixes)."""
+    """`linear` with a float32 result, for what the model keeps wide (router, compressor, mixes, output head).
+
+    Products of two bfloat16 numbers are exact in float32, so such operands are not widened first.
+    """
+    if isinstance(weight, jax.Array) and x.dtype == weight.dtype == jnp.bfloat16:
+        return jnp.einsum("...k,nk->...n", x, weight, preferred_element_type=jnp.float32)
     wide = x.astype(jnp.float32)
     return jnp.einsum(
         "...k,nk->...n", wide, dequantize(weight, jnp.float32), precision=jax.lax.Precision.HIGHEST

@@ -7,7 +7,7 @@ array or a quantised `Weight`; everything else is a plain array.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax.config import AttentionKind, ModelConfig
-from dspark_jax.kernels.quantized import Weight
+from dspark_jax.kernels.dispatch import Backend, Dispatch
+from dspark_jax.kernels.linear import LayerWeight
+from dspark_jax.kernels.quantized import Weight, take
 
 
 class Hyper(struct.PyTreeNode):
@@ -108,9 +110,34 @@ def leaf_spec(
     return Spec(shape, axes, storage, init)
 
 
-def layer_block(stack: Block, layer: jax.Array | int) -> Block:
-    """One layer of a stack, without the routed experts: those are read from the stack itself."""
-    return jax.tree.map(lambda leaf: leaf[layer], stack.replace(w_gate_up=None, w_down=None))
+def layer_block(stack: Block, layer: jax.Array | int, dispatch: Dispatch) -> Block:
+    """One layer of a stack, without what is always read from the stack itself: routed experts, mixes, their norms.
+
+    Matrices become `LayerWeight` where kernels read them.
+    """
+    rest = stack.replace(
+        w_gate_up=None, w_down=None, hyper_attn=None, hyper_ffn=None, g_attn=None, g_ffn=None
+    )
+    linears = "w_q_a w_q_b w_kv w_o_a w_o_b w_shared_gate_up w_shared_down".split()
+    return _cut(rest, layer, dispatch, linears)
+
+
+def layer_indexer(stack: Indexer, layer: jax.Array | int, dispatch: Dispatch) -> Indexer:
+    """One layer of a stack of indexers, as `layer_block`."""
+    return _cut(stack, layer, dispatch, ["w_q_b"])
+
+
+def layer_matrix(stack: Weight, layer: jax.Array | int, dispatch: Dispatch) -> Weight | LayerWeight:
+    """One matrix of a stack [L, N, K]: left in the stack where kernels read it, else cut out."""
+    if dispatch.backend is Backend.PALLAS:
+        return LayerWeight(stack, layer, dispatch)
+    return take(stack, (layer,))
+
+
+def _cut(stack: Any, layer: jax.Array | int, dispatch: Dispatch, linears: Sequence[str]) -> Any:
+    matrices = {name: layer_matrix(getattr(stack, name), layer, dispatch) for name in linears}
+    rest = jax.tree.map(lambda leaf: leaf[layer], stack.replace(**dict.fromkeys(linears)))
+    return rest.replace(**matrices)
 
 
 def block_specs(cfg: ModelConfig, layers: int) -> Block:

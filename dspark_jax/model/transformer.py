@@ -20,7 +20,7 @@ from dspark_jax.model import hyper, moe
 from dspark_jax.model.batch import TokenBatch
 from dspark_jax.model.cache import Cache, StepRows
 from dspark_jax.model.layers import linear_f32, rms_norm, rotary_frequencies
-from dspark_jax.model.params import Block, Params, layer_block
+from dspark_jax.model.params import Block, Params, layer_block, layer_indexer
 
 
 class Forward(struct.PyTreeNode):
@@ -131,15 +131,21 @@ def _layer(
     own: jax.Array,
 ) -> tuple[_Carry, _Rows]:
     """One layer. `layer` counts all layers, `own` the layers of the same attention kind."""
-    block = layer_block(params.blocks, layer)
+    dispatch, stack = frame.dispatch, params.blocks
+    block = layer_block(stack, layer, dispatch)
     with jax.named_scope(f"attention_{kind.value}"):
-        mix = hyper.mix(carry.streams, block.hyper_attn, cfg)
-        h = rms_norm(hyper.enter(carry.streams, mix), block.g_attn, cfg.rms_norm_eps)
-        out, carry, rows = _attention(params, cfg, kind, h, block, carry, cache, frame, layer, own)
-        streams = hyper.leave(carry.streams, out, mix)
+        entered = hyper.enter(
+            carry.streams, stack.hyper_attn, stack.g_attn, layer=layer, cfg=cfg, dispatch=dispatch
+        )
+        out, carry, rows = _attention(
+            params, cfg, kind, entered.block_input, block, carry, cache, frame, layer, own
+        )
+        streams = hyper.leave(carry.streams, out, entered, dispatch=dispatch)
     with jax.named_scope("experts"):
-        mix = hyper.mix(streams, block.hyper_ffn, cfg)
-        h = rms_norm(hyper.enter(streams, mix), block.g_ffn, cfg.rms_norm_eps)
+        entered = hyper.enter(
+            streams, stack.hyper_ffn, stack.g_ffn, layer=layer, cfg=cfg, dispatch=dispatch
+        )
+        h = entered.block_input
         scores = moe.router_scores(h, block.w_router)
         expert_ids = moe.choose_by_score(scores, block.b_router, cfg)
         if params.tid2eid is not None:
@@ -156,12 +162,12 @@ def _layer(
             expert_ids,
             weights,
             block,
-            params.blocks,
+            stack,
             layer=layer,
             cfg=cfg,
-            dispatch=frame.dispatch,
+            dispatch=dispatch,
         )
-        streams = hyper.leave(streams, out, mix)
+        streams = hyper.leave(streams, out, entered, dispatch=dispatch)
     return carry._replace(streams=streams), rows
 
 
@@ -187,7 +193,8 @@ def _attention(
         assert carry.csa_entries is not None and cache.csa_open is not None
         assert carry.index_keys is not None and cache.index_open is not None
         weights = jax.tree.map(lambda x: x[own], params.csa)
-        indexer = jax.tree.map(lambda x: x[own], params.indexer)
+        assert params.indexer is not None
+        indexer = layer_indexer(params.indexer, own, frame.dispatch)
         main_open = attn.open_row(h, weights, positions)
         index_open = attn.open_row(h, indexer.compressor, positions)
         entries = attn.write_entries(
@@ -222,12 +229,13 @@ def _attention(
         block,
         frame,
         layer=layer,
+        frequencies=frequencies,
         entries=entries,
         entry_layer=own,
         places=places,
         counts=counts,
     )
-    out = attn.project_output(out, block, positions, frequencies, cfg)
+    out = attn.project_heads(out, block, cfg)
     return out, carry, _Rows(rows, main_open, index_open)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from dspark_jax.config import ModelConfig
 from dspark_jax.draft.backbone import context_rows
 from dspark_jax.draft.params import DraftParams, draft_specs
+from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.model import hyper
 from dspark_jax.model.attention import latent_rows, project_output, queries
 from dspark_jax.model.layers import rms_norm, rotary_frequencies
@@ -39,7 +40,7 @@ def sequence_rows(params: DraftParams, cfg: ModelConfig, taps: jax.Array) -> jax
     length, batch = taps.shape[:2]
     positions = jnp.repeat(jnp.arange(length), batch)
     flat = taps.reshape(length * batch, *taps.shape[2:])
-    rows = context_rows(params, cfg, flat, positions)
+    rows = context_rows(params, cfg, flat, positions, dispatch=Dispatch())
     return rows.reshape(len(rows), length, batch, -1)
 
 

@@ -6,40 +6,50 @@ differentiable.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.config import ModelConfig
-from dspark_jax.model import hyper
+from dspark_jax.kernels.hyper.reference import sinkhorn
 from dspark_jax.model.layers import clamped_swiglu, linear
 from dspark_jax.model.params import Block, Hyper, HyperHead
 from dspark_jax.training.sinkhorn import fused_sinkhorn
 
 
-def mix(streams: jax.Array, weights: Hyper, cfg: ModelConfig, *, fused: bool) -> hyper.Mix:
-    """`dspark_jax.model.hyper.mix` with the projection in the dtype of the streams and a choice of Sinkhorn."""
+class Mix(NamedTuple):
+    """Weights of one block: into it, out of it, and between the streams around it (all float32)."""
+
+    pre: jax.Array  # [..., N]
+    post: jax.Array  # [..., N]
+    comb: jax.Array  # [..., N, N] source, destination
+
+
+def mix(streams: jax.Array, weights: Hyper, cfg: ModelConfig, *, fused: bool) -> Mix:
+    """The weights of `kernels.hyper`, projected in the dtype of the streams, with a choice of Sinkhorn."""
     n = cfg.hc_mult
     z = _normed_projection(streams, weights.w_fn, cfg.rms_norm_eps)
     pre, post, comb = jnp.split(z, [n, 2 * n], axis=-1)
     b_pre, b_post, b_comb = jnp.split(weights.base, [n, 2 * n])
     comb = (comb * weights.scale[2] + b_comb).reshape(*comb.shape[:-1], n, n)
-    normalise = fused_sinkhorn if fused else hyper.sinkhorn
-    return hyper.Mix(
+    normalise = fused_sinkhorn if fused else sinkhorn
+    return Mix(
         pre=jax.nn.sigmoid(pre * weights.scale[0] + b_pre) + cfg.hc_eps,
         post=2 * jax.nn.sigmoid(post * weights.scale[1] + b_post),
         comb=normalise(comb, cfg.hc_sinkhorn_iters, cfg.hc_eps),
     )
 
 
-def enter(streams: jax.Array, weights: hyper.Mix) -> jax.Array:
-    """`hyper.enter`, elementwise: a batched product of 4 x 4 matrices is slow on a GPU."""
+def enter(streams: jax.Array, weights: Mix) -> jax.Array:
+    """Sum of `hyper_enter` before its norm, elementwise: a batched product of 4 x 4 matrices is slow on a GPU."""
     wide = streams.astype(jnp.float32)
     return jnp.sum(weights.pre[..., None] * wide, axis=-2).astype(streams.dtype)
 
 
-def leave(streams: jax.Array, output: jax.Array, weights: hyper.Mix) -> jax.Array:
-    """`hyper.leave`, elementwise."""
+def leave(streams: jax.Array, output: jax.Array, weights: Mix) -> jax.Array:
+    """`hyper_leave`, elementwise."""
     wide = streams.astype(jnp.float32)
     mixed = jnp.sum(weights.comb[..., None] * wide[..., :, None, :], axis=-3)
     added = weights.post[..., None] * output.astype(jnp.float32)[..., None, :]

@@ -21,7 +21,7 @@ _TOKENS = 128  # per program: one token per thread of four warps
 def fused_sinkhorn(
     logits: jax.Array, iterations: int, eps: float, interpret: bool = False
 ) -> jax.Array:
-    """`dspark_jax.model.hyper.sinkhorn` of float32 logits [..., N, N], differentiable, as one kernel each way."""
+    """`kernels.hyper.reference.sinkhorn` of float32 logits [..., N, N], differentiable, as one kernel each way."""
     return _forward(logits, iterations, eps, interpret)[0]
 
 

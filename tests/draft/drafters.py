@@ -34,7 +34,7 @@ class Drafted(NamedTuple):
 def extend(params, ring, taps, batch: TokenBatch, accepted, *, cfg):
     """Write the context rows of each row's accepted tokens; the ring and all rows [stages, T, D]."""
     kept, behind = kept_tokens(batch, accepted)
-    rows = context_rows(params, cfg, taps, batch.positions)
+    rows = context_rows(params, cfg, taps, batch.positions, dispatch=Dispatch())
     placed = {"slots": batch.token_slots, "positions": batch.positions}
     return write_context(ring, rows, **placed, kept=kept, behind=behind), rows
 

@@ -1,7 +1,7 @@
 """Compilation to machine code for a GPU that is not there, through a topology described in text.
 
-Needs the CUDA plugin of JAX, which the machines with an NVIDIA GPU have. Registers and shared memory are checked by
-the compiler's assembler; nothing runs.
+Needs the CUDA plugin of JAX, which the machines with an NVIDIA GPU have. The assembler checks registers and shared
+memory; nothing runs.
 """
 
 from __future__ import annotations

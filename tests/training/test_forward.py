@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dspark_jax.checkpoint.export import export_checkpoint
-from dspark_jax.model import hyper
+from dspark_jax.kernels.hyper.reference import sinkhorn
 from dspark_jax.model.params import param_specs
 from dspark_jax.training import forward as fwd
 from dspark_jax.training.attention import kth_largest
@@ -77,7 +77,7 @@ def test_selection_changes_the_result_and_trains_only_the_indexer():
 def test_fused_sinkhorn_and_its_gradient_equal_the_plain_one():
     keys = jax.random.split(jax.random.key(0))
     logits, cotangent = (jax.random.normal(k, (3, 50, 4, 4)) * 2 for k in keys)
-    plain, plain_vjp = jax.vjp(lambda x: hyper.sinkhorn(x, 20, 1e-6), logits)
+    plain, plain_vjp = jax.vjp(lambda x: sinkhorn(x, 20, 1e-6), logits)
     fused, fused_vjp = jax.vjp(lambda x: fused_sinkhorn(x, 20, 1e-6, True), logits)
     assert_close(fused, plain, FLOAT32_OP)
     assert_close(fused_vjp(cotangent)[0], plain_vjp(cotangent)[0], FLOAT32_OP)

@@ -2,8 +2,8 @@
 
 For few tokens reading the matrix is all that counts: blocks of rows give too few programs to fill the device, so
 the sum is cut into splits, which XLA adds in a fixed order. For many tokens the matrix units count, and the
-library's product is faster than a kernel that decodes weights for every block of tokens: then the layer is expanded
-once, into a copy that lives as long as the product.
+library's product is faster than a kernel that decodes weights for every block of tokens: then the layer is
+expanded once, into a copy that lives as long as the product.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dspark_jax.kernels.weight_tile import (
 )
 
 MANY_TOKENS = 512
-"""From here on the layer is expanded. Estimate for an H200: reading one byte and writing and reading two per weight
-at 4 TB/s costs what 250 TFLOP/s instead of 700 cost at about this many tokens."""
+"""From here on the layer is expanded. An estimate for H200: four bytes more traffic per weight at 4 TB/s cost as
+much as 400 TFLOP/s instead of 700 at about this many tokens."""
 
 
 @dataclass(frozen=True)

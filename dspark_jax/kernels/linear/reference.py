@@ -10,7 +10,7 @@ from dspark_jax.kernels.quantized import Weight, dequantize, take
 
 def stacked_linear_reference(x: jax.Array, stack: Weight, *, layer) -> jax.Array:
     """See `stacked_linear` for arguments and result."""
-    tokens, groups, inner = x.shape
+    groups, inner = x.shape[1:]
     matrix = dequantize(take(stack, (layer,)), x.dtype).reshape(groups, -1, inner)
     out = jnp.einsum("tgk,gnk->tgn", x, matrix, preferred_element_type=jnp.float32)
     return out.astype(x.dtype)
