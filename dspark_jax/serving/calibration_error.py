@@ -18,11 +18,14 @@ class CalibrationError:
         self._sums = np.zeros((3, num_bins))  # drafts, confidence, accepted
 
     def update(self, confidences: np.ndarray, admitted: np.ndarray, accepted: np.ndarray) -> None:
-        """Add verified proposals: conditional `confidences` float [N, G], counts int [N]."""
+        """Add verified proposals: conditional `confidences` float [N, G], counts int [N].
+
+        Confidences count as the allocation takes them: NaN as 0, the rest clamped to [0, 1].
+        """
         position = np.arange(confidences.shape[1])
         # The position after the last accepted one was tried, too, if it was admitted.
         tried = (position <= accepted[:, None]) & (position < admitted[:, None])
-        confidence = np.clip(confidences[tried], 0.0, 1.0)
+        confidence = np.clip(np.nan_to_num(confidences[tried], nan=0.0), 0.0, 1.0)
         hit = np.broadcast_to(position < accepted[:, None], tried.shape)[tried]
         num_bins = self._sums.shape[1]
         bins = np.minimum((confidence * num_bins).astype(np.int64), num_bins - 1)

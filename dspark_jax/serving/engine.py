@@ -327,6 +327,7 @@ class Engine:
                 predicted_accepted=step.size.predicted_accepted,
                 is_drafter_skipped=self._policy.draft_cap > 0 and not step.size.drafts,
                 num_non_finite=landing.num_non_finite,
+                num_sanitised=step.size.num_sanitised,
             )
         )
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from dspark_jax.budget import CostTable
 from dspark_jax.checkpoint.load import load_checkpoint
+from dspark_jax.checkpoint.safetensors import TensorFolder
 from dspark_jax.config import ModelConfig, load_config
 from dspark_jax.decode.packing import PackedRows, pack
 from dspark_jax.decode.plan import Logprobs, StepOutputs, StepPlan
@@ -32,6 +33,7 @@ _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 # On a CPU there is no telling what else needs memory: the cache takes at most this.
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_MEMORY_SHARE = 0.9
+_CONFIDENCE_HEAD = ".confidence_head.proj.weight"
 
 
 @dataclass
@@ -126,16 +128,11 @@ class Executor:
         dtype = _DTYPES[
             ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
         ]
-        model_config, target, draft = load_checkpoint(
-            config.model_folder,
-            dtype=dtype,
-            keep_quantized=on_gpu,
-            draft=speculative is not None,
-            progress=True,
-        )
+        cache_dtype = _cache_dtype(config, dtype)
         limits = config.for_device(on_gpu=on_gpu)
-        draft_len = model_config.draft.block_size if model_config.draft else 0
-        max_model_len = config.max_model_len or model_config.max_position_embeddings
+        draft_len = model_config.draft.block_size if speculative and model_config.draft else 0
+        if draft_len:
+            _require_confidence_head(config.model_folder)
         buckets = token_buckets(
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
@@ -143,7 +140,14 @@ class Executor:
             ladder=limits.bucket_ladder,
             max_capture_tokens=config.capture_tokens,
         )
-        cache_dtype = _cache_dtype(config, dtype)
+        model_config, target, draft = load_checkpoint(
+            config.model_folder,
+            dtype=dtype,
+            keep_quantized=on_gpu,
+            draft=speculative is not None,
+            progress=True,
+        )
+        max_model_len = config.max_model_len or model_config.max_position_embeddings
         params = ModelParams(target=target, draft=draft)
         geometry = plan_pages(
             model_config,
@@ -304,6 +308,15 @@ def _cache_dtype(config: ServeConfig, dtype: Any) -> Any:
             "--kv-cache-dtype fp8 is not supported by this backend; use auto, bfloat16 or float32"
         )
     return dtype if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
+
+
+def _require_confidence_head(folder: Path) -> None:
+    """Raise `FlagError` for a drafter that cannot say how sure it is; reads no weights."""
+    if not any(name.endswith(_CONFIDENCE_HEAD) for name in TensorFolder(folder).infos):
+        raise FlagError(
+            f"the drafter of {folder} has no confidence head (no mtp.*{_CONFIDENCE_HEAD}); "
+            "leave --speculative-config out"
+        )
 
 
 def _to_host(logprobs: DeviceLogprobs | None) -> Logprobs | None:

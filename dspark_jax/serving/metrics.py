@@ -45,7 +45,8 @@ class StepReport:
     this step could verify, `scheduled` being the whole proposal clamped to the row's limits:
     `accepted <= admitted <= scheduled`. `confidences` (float32 [N, G], conditional, of those same
     proposals) feeds the calibration error. `predicted_ms` and `predicted_accepted` are the budget
-    policy's expectations, None where it made none. `host_s` is host time spent on the step outside
+    policy's expectations, None where it made none; `num_sanitised` counts the confidences that it could
+    not use as they were. `host_s` is host time spent on the step outside
     waiting for the device.
     """
 
@@ -61,6 +62,7 @@ class StepReport:
     predicted_accepted: float | None = None
     is_drafter_skipped: bool = False
     num_non_finite: int = 0
+    num_sanitised: int = 0
 
 
 class Metrics:
@@ -186,6 +188,9 @@ class Metrics:
         self.non_finite_rows = self._counter(
             "dspark:non_finite_rows", "Requests that failed because of non-finite logits."
         ).labels(**own)
+        self.sanitised_confidences = self._counter(
+            "dspark:sanitised_confidences", "Confidences read that were NaN or outside 0..1."
+        ).labels(**own)
 
     def set_load(self, *, running: int, waiting: int, cache_usage: float) -> None:
         """Engine: requests in the batch and in the queue, share (0..1) of cache pages in use."""
@@ -211,6 +216,7 @@ class Metrics:
         self.host_time.observe(report.host_s)
         self.drafter_skipped_steps.inc(report.is_drafter_skipped)
         self.non_finite_rows.inc(report.num_non_finite)
+        self.sanitised_confidences.inc(report.num_sanitised)
         if report.predicted_accepted is not None:
             self.predicted_accepted.observe(report.predicted_accepted)
         self._on_drafts(report)

@@ -33,6 +33,7 @@ class StepSize:
     predicted_ms: float | None = None
     predicted_accepted: float | None = None
     min_depth: int = 0
+    num_sanitised: int = 0  # confidences that were no probabilities
     context_len: float = 0.0  # cached positions per request that the prediction assumed
 
 
@@ -108,6 +109,7 @@ class AdaptiveVerification:
         cost: CostTable,
         objective: BudgetPolicy,
         skipper: DraftSkipper | None,
+        smoothing: float | None = None,
     ) -> None:
         """
         Args:
@@ -116,12 +118,13 @@ class AdaptiveVerification:
             cost: step times.
             objective: what to optimise.
             skipper: decides when the drafter rests; None for a drafter that always runs.
+            smoothing: see `ConfidenceSnapshots`.
         """
         self.draft_cap = draft_len
         self._cost = cost
         self._objective = objective
         self._skipper = skipper
-        self._snapshots = ConfidenceSnapshots(num_slots, draft_len)
+        self._snapshots = ConfidenceSnapshots(num_slots, draft_len, smoothing=smoothing)
 
     def size(self, schedule: Schedule) -> StepSize:
         rows, num_rows = schedule.rows, len(schedule.rows)
@@ -146,6 +149,7 @@ class AdaptiveVerification:
                 predicted_ms=decision.predicted_ms,
                 predicted_accepted=decision.predicted_tokens - decision.num_sampling,
                 min_depth=self._objective.min_depth,
+                num_sanitised=decision.num_sanitised,
                 context_len=context_len,
             )
         # A step that skips the drafter still verifies what the step before it drafted.
@@ -159,6 +163,7 @@ class AdaptiveVerification:
             drafts=drafts,
             predicted_ms=predicted_ms,
             min_depth=self._objective.min_depth,
+            num_sanitised=decision.num_sanitised,
             context_len=context_len,
         )
 
@@ -204,4 +209,5 @@ def policy_from_config(
             target_token_ms=config.target_token_ms,
         ),
         skipper=DraftSkipper() if config.enable_drafter_skipping else None,
+        smoothing=config.confidence_smoothing,
     )

@@ -28,10 +28,12 @@ class SpeculativeConfig:
             request's temperature, `greedy` takes the most likely token.
         rejection_sample_method: `standard` rejection sampling; with `coupled` draft and target draw
             with the same noise, so that a seed gives the same tokens with and without speculation.
-        min_depth: drafts of every request that are verified whatever their confidence.
+        min_depth: drafts of every request that are verified whatever their confidence, while the drafter runs.
         target_token_ms: bound on the expected time per token of the slowest request.
         hysteresis: a partial budget must be predicted faster by this fraction than verifying
             nothing and than verifying everything.
+        confidence_smoothing: weight of the newest proposal in an average over a request's past ones, from
+            which steps are sized; None takes the newest alone.
         enable_drafter_skipping: stop drafting while ordinary decoding is predicted to be faster.
         enable_live_correction: correct the cost model by measured step times.
     """
@@ -45,6 +47,7 @@ class SpeculativeConfig:
     min_depth: int = 0
     target_token_ms: float | None = None
     hysteresis: float = 0.01
+    confidence_smoothing: float | None = None
     enable_drafter_skipping: bool = True
     enable_live_correction: bool = True
 
@@ -56,15 +59,23 @@ class SpeculativeConfig:
             raise ConfigError(f"target_token_ms must be positive, got {self.target_token_ms}")
         if not 0 <= self.hysteresis < 1:
             raise ConfigError(f"hysteresis must lie in [0, 1), got {self.hysteresis}")
+        if self.confidence_smoothing is not None and not 0 < self.confidence_smoothing <= 1:
+            raise ConfigError(
+                f"confidence_smoothing must lie in (0, 1], got {self.confidence_smoothing}"
+            )
         if self.enable_adaptive_verification and self.fixed_verify_len is not None:
             raise ConfigError(
                 "fixed_verify_len and enable_adaptive_verification exclude each other; "
                 "leave one of them out"
             )
-        if not self.enable_adaptive_verification and (
-            self.min_depth or self.target_token_ms is not None
-        ):
-            raise ConfigError("min_depth and target_token_ms need enable_adaptive_verification")
+        adaptive_only = {
+            "min_depth": self.min_depth or None,
+            "target_token_ms": self.target_token_ms,
+            "confidence_smoothing": self.confidence_smoothing,
+        }
+        for name, value in adaptive_only.items():
+            if value is not None and not self.enable_adaptive_verification:
+                raise ConfigError(f"{name} needs enable_adaptive_verification")
 
     @property
     def mode(self) -> Literal["fixed", "adaptive"]:

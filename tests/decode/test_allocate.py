@@ -34,7 +34,7 @@ def problems(draw, values):
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
-def test_equals_the_definition(values, data):
+def test_case_26_equals_the_definition(values, data):
     confidences, caps, budget = data.draw(problems(values))
     min_depth = data.draw(st.integers(0, 4))
     lens = np.asarray(run(confidences, caps, np.int32(budget), np.int32(min_depth)))

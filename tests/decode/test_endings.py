@@ -45,7 +45,7 @@ def test_a_stop_id_ends_the_text_wherever_it_stands(twins, texts):
 
 
 @pytest.mark.parametrize("budget", [full_budget, random_budget])
-def test_limits_are_exact(twins, texts, budget):
+def test_case_40_limits_are_exact(twins, texts, budget):
     requests = [
         Request(text.prompt, len(text.prompt) + count) for text in texts for count in range(1, 10)
     ]

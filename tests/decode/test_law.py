@@ -158,18 +158,18 @@ def p_value(texts: np.ndarray, joint: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("policy", ALLOWED)
-def test_the_law_is_the_targets(sampler, tables, policy):
+def test_case_34_the_law_is_the_targets(sampler, tables, policy):
     assert p_value(sampler(tables, policy), law(tables)) > LEAST_P
 
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING.keys())
-def test_the_law_under_sampling_parameters(sampler, tables, sampling):
+def test_case_34_the_law_under_sampling_parameters(sampler, tables, sampling):
     texts = sampler(tables, "stale budget, fresh split", **sampling)
     assert p_value(texts, law(tables, **sampling)) > LEAST_P
 
 
 @pytest.mark.parametrize("policy", ["length 3", "best of all"])
-def test_the_law_with_greedy_drafts(sampler, tables, policy):
+def test_case_34_the_law_with_greedy_drafts(sampler, tables, policy):
     """They are a function of the past, so any rule is allowed, also the one that sampled drafts forbid."""
     texts = sampler(tables, policy, greedy_drafts=True)
     assert p_value(texts, law(tables)) > LEAST_P

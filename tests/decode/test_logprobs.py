@@ -17,7 +17,7 @@ WANTED = {"wants_logprobs": True, "wants_prompt_logprobs": True}
 
 @pytest.mark.parametrize("budget", [no_budget, full_budget])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logprobs_describe_the_tokens_they_stand_beside(twins, texts, budget, temperature):
+def test_case_36_logprobs_describe_the_tokens_they_stand_beside(twins, texts, budget, temperature):
     """Of raw logits, whatever the sampling parameters; one request does not want any."""
     requests = [
         Request(

@@ -61,7 +61,7 @@ def ordinary(twins, texts):
 
 
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS.keys())
-def test_greedy_text_is_the_same_for_every_budget(twins, texts, budget):
+def test_case_35_greedy_text_is_the_same_for_every_budget(twins, texts, budget):
     for _ in range(3):
         requests = requests_for(texts)
         tokens = continued(twins, programs(twins.cfg), budget, requests)

@@ -103,7 +103,7 @@ def two_requests(target, texts) -> list[Chunk]:
     return [Chunk(0, texts[0][0][30:36], 6), Chunk(3, texts[1][0][41:55], 14)]
 
 
-def test_neighbours_rows_and_padding_change_nothing(target, texts):
+def test_case_30_neighbours_rows_and_padding_change_nothing(target, texts):
     """The same tokens alone, beside another request, and in either row order: equal bit for bit."""
     chunks = two_requests(target, texts)
     run = partial(target.program, target.twins.params, cfg=target.twins.cfg)
@@ -133,7 +133,7 @@ def test_slots_and_pages_change_nothing(target, texts):
         np.testing.assert_array_equal(logits, expected)
 
 
-def test_buckets_change_rounding_at_most(target, texts):
+def test_case_31_buckets_change_rounding_at_most(target, texts):
     chunks = two_requests(target, texts)
     wider = CachedTarget(target.twins, target.max_len, tokens=40, rows=2, program=target.program)
     wider.cache, wider.lengths = target.cache, target.lengths.copy()
@@ -141,7 +141,7 @@ def test_buckets_change_rounding_at_most(target, texts):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=REORDERED)
 
 
-def test_padding_alone_writes_nothing(target, texts):
+def test_case_30_padding_alone_writes_nothing(target, texts):
     """Rows and tokens of padding name a live slot, and leave it as it is."""
     target.prefill(0, texts[0][0][:30], [20, 10])
     batch = batch_from_chunks([(0, 30, np.zeros(0, np.int32))], token_count=TOKENS, rows=4)

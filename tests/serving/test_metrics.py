@@ -114,3 +114,11 @@ def test_calibrated_confidences_have_a_small_error_and_old_drafts_fade():
         accepted = (rng.random(1000) < confidences[:, 0]).astype(int)
         error.update(confidences, np.ones(1000, int), accepted)
     assert error.value < 0.05
+
+
+def test_case_12_confidences_that_are_none_count_as_the_allocation_takes_them():
+    odd, clean = CalibrationError(), CalibrationError()
+    lens = np.array([2, 2]), np.array([1, 2])
+    odd.update(np.array([[np.nan, 0.5], [np.inf, -0.5]], np.float32), *lens)
+    clean.update(np.array([[0.0, 0.5], [1.0, 0.0]], np.float32), *lens)
+    assert odd.value == clean.value > 0

@@ -81,6 +81,9 @@ def test_the_key_may_come_from_the_environment(monkeypatch, capsys):
         (["--lora-modules", "a=b"], "merge them into the checkpoint"),
         (["--pipeline-parallel-size", "2"], "leave the flag out"),
         (["-pp", "2"], "leave the flag out"),
+        (["--decode-context-parallel-size", "2"], "leave the flag out"),
+        (["--enforce-eager"], "every step runs a compiled program"),
+        (["--guided-decoding-backend", "xgrammar"], "structured output is not supported"),
         (["--max-model-lenn", "3"], "did you mean --max-model-len?"),
         (["--qqqqqq"], "--help lists the flags"),
         (["folder"], "goes to --model"),
@@ -90,7 +93,20 @@ def test_the_key_may_come_from_the_environment(monkeypatch, capsys):
         (["--speculative-config", '{"method": "eagle"}'], "must be one of dspark"),
         (["--speculative-config", '{"min_depth": true}'], "must be an integer, got true"),
         (["--speculative-config", '{"num_speculative_tokens": 0}'], "at least 1"),
-        (["--speculative-config", '{"min_depth": 1}'], "need enable_adaptive_verification"),
+        (
+            ["--speculative-config", '{"min_depth": 1}'],
+            "min_depth needs enable_adaptive_verification",
+        ),
+        (
+            ["--speculative-config", '{"target_token_ms": 5}'],
+            "target_token_ms needs enable_adaptive_verification",
+        ),
+        (
+            ["--speculative-config", '{"confidence_smoothing": 0.8}'],
+            "confidence_smoothing needs enable_adaptive_verification",
+        ),
+        (["--speculative-config", '{"confidence_smoothing": 0}'], "must lie in (0, 1]"),
+        (["--speculative-config", '{"hysteresis": 1}'], "hysteresis must lie in [0, 1)"),
         (["--compilation-config", '{"level": 3}'], "unknown key 'level'"),
         (
             [

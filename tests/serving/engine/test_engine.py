@@ -56,7 +56,7 @@ async def test_ends_exactly_at_max_tokens(max_tokens: int) -> None:
     check_ordinary(outcome, request, engine.max_model_len)
 
 
-async def test_ends_exactly_at_the_end_of_the_context() -> None:
+async def test_case_40_ends_exactly_at_the_end_of_the_context() -> None:
     executor = FakeExecutor(max_model_len=16, agreement=1.0)
     request = make_request(**ENDLESS)
     async with serving(executor) as engine:

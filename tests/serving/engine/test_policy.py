@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 
 from dspark_jax.budget import NO_PROPOSAL, BudgetPolicy, CostCurves, CostTable, DraftSkipper
+from dspark_jax.serving.metrics import Metrics
 from dspark_jax.serving.policy import (
     AdaptiveVerification,
     FixedVerification,
@@ -16,9 +18,9 @@ from dspark_jax.serving.policy import (
     policy_from_config,
 )
 from dspark_jax.serving.scheduler import Schedule, ScheduledRow
-from dspark_jax.serving.speculative_config import SpeculativeConfig
+from dspark_jax.serving.speculative_config import SpeculativeConfig, parse_speculative_config
 from tests.serving.engine.fake_executor import FakeExecutor
-from tests.serving.engine.harness import check_ordinary, collect, make_request, serving
+from tests.serving.engine.harness import check_ordinary, collect, make_request, sample, serving
 from tests.serving.engine.test_scheduler import make_sequence
 
 DRAFT_LEN = 3
@@ -111,7 +113,7 @@ def test_adaptive_never_looks_at_the_pending_proposal() -> None:
     assert policy.size(decode_schedule(6)).budget == 3
 
 
-def test_adaptive_forgets_the_slots_previous_tenant() -> None:
+def test_case_22_adaptive_forgets_the_slots_previous_tenant() -> None:
     policy = adaptive(flat_cost())
     record(policy, 4, 0.0)
     policy.on_admit(0, first_serial=6)
@@ -196,7 +198,7 @@ async def test_adaptive_streams_are_those_of_ordinary_decoding(skipper) -> None:
     )
 
 
-async def test_the_engine_feeds_the_policy_older_proposals_only() -> None:
+async def test_case_21_the_engine_feeds_the_policy_older_proposals_only() -> None:
     """Recorded from a real run: no row is ever sized with a proposal that the same step verifies."""
 
     class Watched(AdaptiveVerification):
@@ -245,3 +247,100 @@ def test_policies_from_the_flag() -> None:
         build(SpeculativeConfig(), draft_len=0)
     with pytest.raises(ValueError, match=r"measured step times.*enable_adaptive_verification"):
         build(config)
+
+
+def from_flag(cost: CostTable, **options: object) -> AdaptiveVerification:
+    text = json.dumps({"enable_adaptive_verification": True, **options})
+    config = parse_speculative_config(text)
+    policy = policy_from_config(config, num_slots=NUM_SLOTS, draft_len=DRAFT_LEN, cost=cost)
+    assert isinstance(policy, AdaptiveVerification)
+    return policy
+
+
+@pytest.mark.parametrize(("smoothing", "budget"), [(None, 0), (0.8, 3)])
+def test_smoothing_comes_from_the_flag(smoothing: float | None, budget: int) -> None:
+    policy = from_flag(flat_cost(), confidence_smoothing=smoothing)
+    record(policy, 1, 0.9)
+    record(policy, 2, 0.0)
+    # What is left of the older proposal is worth a draft that costs nothing.
+    assert policy.size(decode_schedule(3)).budget == budget
+
+
+@pytest.mark.parametrize(("hysteresis", "budget"), [(0.0, 1), (0.5, 0)])
+def test_hysteresis_comes_from_the_flag(hysteresis: float, budget: int) -> None:
+    policy = from_flag(steep_cost(2), hysteresis=hysteresis)
+    record(policy, 1, 0.3)
+    assert policy.size(decode_schedule(2)).budget == budget
+
+
+@pytest.mark.parametrize(("bound", "budget"), [(None, 1), (0.9, 0)])
+def test_target_token_ms_comes_from_the_flag(bound: float | None, budget: int) -> None:
+    curves = CostCurves(context_len=16, verify={2: 0.8, 3: 1.0, 32: 99.0}, draft={NUM_SLOTS: 0.0})
+    cost = CostTable([curves], max_tokens=32, max_requests=NUM_SLOTS)
+    policy = from_flag(cost, target_token_ms=bound)
+    record(policy, 1, 0.9, 0.1)
+    # A draft of the first request delays the second, which gets nothing.
+    assert policy.size(decode_schedule(2, 2)).budget == budget
+
+
+@pytest.mark.parametrize(("enabled", "modes"), [(True, {True, False}), (False, {True})])
+def test_drafter_skipping_comes_from_the_flag(enabled: bool, modes: set[bool]) -> None:
+    policy = from_flag(flat_cost(draft_ms=50.0), enable_drafter_skipping=enabled)
+    record(policy, 1, 0.1, 0.1)
+    sizes = [policy.size(decode_schedule(2, 2)) for _ in range(100)]
+    assert {size.drafts for size in sizes} == modes
+    if enabled:
+        resting = [size.drafts for size in sizes].index(False)
+        assert True in [size.drafts for size in sizes[resting:]], "the drafter is never probed"
+
+
+async def test_min_depth_reaches_the_allocation() -> None:
+    """Drafts are far too dear, and still every request gets its first one verified."""
+
+    class Watched(FakeExecutor):
+        def _admit_drafts(self, plan):
+            lens = super()._admit_drafts(plan)
+            admitted.append([n for n, row in zip(lens.tolist(), plan.rows) if row.draft_cap])
+            return lens
+
+    text = (
+        '{"enable_adaptive_verification": true, "min_depth": 1, "enable_drafter_skipping": false}'
+    )
+    curves = CostCurves(
+        context_len=16, verify={n: 4.0**n for n in range(1, 33)}, draft={NUM_SLOTS: 0.0}
+    )
+    cost = CostTable([curves], max_tokens=32, max_requests=NUM_SLOTS)
+    policy = from_flag(cost, min_depth=1, enable_drafter_skipping=False)
+    admitted: list[list[int]] = []
+    executor = Watched(num_slots=NUM_SLOTS, draft_len=DRAFT_LEN, agreement=0.0)
+    requests = [
+        make_request(f"r{i}", seed=i, max_tokens=20, ignore_eos=True) for i in range(NUM_SLOTS)
+    ]
+    async with serving(executor, policy) as engine:
+        outcomes = await asyncio.gather(*(collect(engine, request) for request in requests))
+    for outcome, request in zip(outcomes, requests):
+        check_ordinary(outcome, request, executor.max_model_len)
+    assert {plan.min_depth for plan in executor.plans} == {1}
+    # The rows of a request that ends in a step in flight offer drafts that the device no longer has.
+    running = [n for step in admitted[:15] for n in step]
+    assert len(running) > 20
+    assert set(running) == {1}
+
+
+async def test_case_12_confidences_that_are_none_are_counted() -> None:
+    class Broken(FakeExecutor):
+        def _run(self, plan):
+            outputs = super()._run(plan)
+            if outputs.confidences.size:
+                outputs.confidences[:, 0] = np.nan
+            return outputs
+
+    metrics = Metrics("fake")
+    executor = Broken(num_slots=NUM_SLOTS, draft_len=DRAFT_LEN)
+    policy = from_flag(flat_cost())
+    request = make_request(max_tokens=20, ignore_eos=True)
+    async with serving(executor, policy, metrics=metrics) as engine:
+        check_ordinary(await collect(engine, request), request, executor.max_model_len)
+    # NaN counts as 0: once the first ones are known nothing more is verified.
+    assert [plan.budget for plan in executor.plans[4:]] == [0] * (len(executor.plans) - 4)
+    assert sample(metrics.registry, "dspark:sanitised_confidences_total") >= 10
