@@ -303,9 +303,6 @@ async def test_min_depth_reaches_the_allocation() -> None:
             admitted.append([n for n, row in zip(lens.tolist(), plan.rows) if row.draft_cap])
             return lens
 
-    text = (
-        '{"enable_adaptive_verification": true, "min_depth": 1, "enable_drafter_skipping": false}'
-    )
     curves = CostCurves(
         context_len=16, verify={n: 4.0**n for n in range(1, 33)}, draft={NUM_SLOTS: 0.0}
     )
