@@ -33,7 +33,11 @@ _REQUEST_S = (
 )  # fmt: skip
 _STEP_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 250, 500, 1000, 2500, 10000)
 _TOKENS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
-_HOST_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
+# Fine around 1 ms, so that a median read off the histogram means something.
+_HOST_S = (
+    1e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 7e-4, 8e-4, 9e-4, 1e-3, 1.2e-3, 1.5e-3,
+    2e-3, 2.5e-3, 3e-3, 4e-3, 5e-3, 7.5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5,
+)  # fmt: skip
 _ENGINE = "0"  # one engine per process; vLLM's dashboards select on the label
 
 

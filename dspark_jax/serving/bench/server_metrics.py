@@ -1,5 +1,6 @@
 """What the server's Prometheus page says about a run: counters before and after it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,12 @@ class MetricsSnapshot:
     Attributes:
         totals: sample name → value, summed over all labels.
         accepted_per_position: draft position → tokens accepted there.
+        host_time_buckets: upper bound in seconds → steps whose host time was at most that.
     """
 
     totals: Mapping[str, float]
     accepted_per_position: Mapping[int, float] = field(default_factory=dict)
+    host_time_buckets: Mapping[float, float] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> "MetricsSnapshot":
@@ -36,13 +39,17 @@ class MetricsSnapshot:
         """
         totals: dict[str, float] = {}
         per_position: dict[int, float] = {}
+        buckets: dict[float, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
                 if sample.name == f"{_SPEC}accepted_tokens_per_pos_total":
                     position = int(sample.labels["position"])
                     per_position[position] = per_position.get(position, 0.0) + sample.value
-        return cls(totals, per_position)
+                elif sample.name == f"{_HOST_TIME}_bucket":
+                    bound = float(sample.labels["le"])
+                    buckets[bound] = buckets.get(bound, 0.0) + sample.value
+        return cls(totals, per_position, buckets)
 
 
 def server_side_metrics(before: MetricsSnapshot, after: MetricsSnapshot) -> dict[str, Any]:
@@ -59,7 +66,8 @@ def server_side_metrics(before: MetricsSnapshot, after: MetricsSnapshot) -> dict
           tokens over all requests;
         * `dspark_draft_tokens_admitted`, `dspark_draft_tokens_trimmed`: the two parts of the
           scheduled tokens, and `dspark_verify_len`: admitted / drafts;
-        * `dspark_host_time_ms`: mean time per step that the host spends outside device work.
+        * `dspark_host_time_ms`, `dspark_median_host_time_ms`: mean and median time per step that the
+          host spends outside device work; the median is interpolated between the histogram's bounds.
 
     Raises:
         ValueError: a counter went backwards, so the server restarted during the run.
@@ -93,7 +101,36 @@ def server_side_metrics(before: MetricsSnapshot, after: MetricsSnapshot) -> dict
         result["dspark_verification_budget"] = delta[f"{_BUDGET}_sum"] / num_steps
     if num_timed := delta.get(f"{_HOST_TIME}_count"):
         result["dspark_host_time_ms"] = 1e3 * delta[f"{_HOST_TIME}_sum"] / num_timed
+        counts = {
+            bound: count - before.host_time_buckets.get(bound, 0.0)
+            for bound, count in after.host_time_buckets.items()
+        }
+        result["dspark_median_host_time_ms"] = 1e3 * histogram_median(counts)
     return result
+
+
+def histogram_median(cumulative: Mapping[float, float]) -> float:
+    """Median of a histogram, linear between bounds, from 0; beyond the last finite bound, that bound.
+
+    Args:
+        cumulative: upper bound > 0, the last one infinite → samples that are at most the bound.
+
+    Raises:
+        ValueError: there is no sample.
+    """
+    bounds = sorted(cumulative)
+    num_samples = cumulative[bounds[-1]] if bounds else 0.0
+    if not num_samples:
+        raise ValueError("the median of no samples is asked for")
+    lower, num_below = 0.0, 0.0
+    for bound in bounds:
+        if cumulative[bound] >= num_samples / 2:
+            break
+        lower, num_below = bound, cumulative[bound]
+    if math.isinf(bound):
+        return lower
+    share = (num_samples / 2 - num_below) / (cumulative[bound] - num_below)
+    return lower + share * (bound - lower)
 
 
 @dataclass(frozen=True)

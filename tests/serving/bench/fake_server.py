@@ -189,6 +189,9 @@ class FakeServer:
             f'dspark:verification_budget_bucket{{le="+Inf"}} {n}.0',
             f"dspark:verification_budget_count {n}.0",
             f"dspark:verification_budget_sum {self.verify_len * n}.0",
+            'dspark:host_time_seconds_bucket{le="0.001"} 0.0',
+            f'dspark:host_time_seconds_bucket{{le="0.003"}} {n}.0',
+            f'dspark:host_time_seconds_bucket{{le="+Inf"}} {n}.0',
             f"dspark:host_time_seconds_count {n}.0",
             f"dspark:host_time_seconds_sum {0.002 * n}",
         ]

@@ -1,10 +1,16 @@
 """Numbers of a result against values worked out by hand."""
 
+import math
+
 import pytest
 
 from dspark_jax.serving.bench.client import RequestRecord
 from dspark_jax.serving.bench.metrics import latency_metrics, throughput_metrics
-from dspark_jax.serving.bench.server_metrics import MetricsSnapshot, server_side_metrics
+from dspark_jax.serving.bench.server_metrics import (
+    MetricsSnapshot,
+    histogram_median,
+    server_side_metrics,
+)
 
 RECORDS = [
     RequestRecord(ttft_s=0.1, itl_s=[0.2, 0.3], latency_s=0.6, prompt_tokens=7, output_tokens=6),
@@ -65,16 +71,19 @@ dspark:draft_tokens_trimmed_total {trimmed}
 dspark:verification_budget_bucket{{le="+Inf"}} {steps}
 dspark:verification_budget_count {steps}
 dspark:verification_budget_sum {budget}
+dspark:host_time_seconds_bucket{{le="0.001"}} {quick}
+dspark:host_time_seconds_bucket{{le="0.003"}} {steps}
+dspark:host_time_seconds_bucket{{le="+Inf"}} {steps}
 dspark:host_time_seconds_count {steps}
 dspark:host_time_seconds_sum {host}
 """
 BEFORE = {
     "drafts": 10, "scheduled": 70, "accepted": 30, "first": 20, "second": 10,
-    "admitted": 50, "trimmed": 20, "steps": 5, "budget": 50, "host": 0.5,
+    "admitted": 50, "trimmed": 20, "steps": 5, "budget": 50, "host": 0.5, "quick": 5,
 }  # fmt: skip
 AFTER = {
     "drafts": 30, "scheduled": 210, "accepted": 58, "first": 36, "second": 22,
-    "admitted": 130, "trimmed": 80, "steps": 13, "budget": 130, "host": 0.516,
+    "admitted": 130, "trimmed": 80, "steps": 13, "budget": 130, "host": 0.516, "quick": 7,
 }  # fmt: skip
 
 
@@ -95,6 +104,8 @@ def test_server_side_differences():
             "dspark_num_steps": 8,
             "dspark_verification_budget": 10.0,
             "dspark_host_time_ms": 2.0,
+            # Of 8 steps 2 took up to 1 ms and 6 up to 3 ms: the fourth is a third of the way.
+            "dspark_median_host_time_ms": 1 + 2 * 2 / 6,
         }
     )
 
@@ -119,3 +130,22 @@ def test_a_restart_is_an_error():
     snapshots = [MetricsSnapshot.parse(PAGE.format(**values)) for values in (AFTER, BEFORE)]
     with pytest.raises(ValueError, match="the server restarted"):
         server_side_metrics(*snapshots)
+
+
+@pytest.mark.parametrize(
+    ("cumulative", "median"),
+    [
+        ({1.0: 4, math.inf: 4}, 0.5),
+        ({1.0: 0, 2.0: 0, 4.0: 2, math.inf: 2}, 3.0),
+        ({1.0: 1, 2.0: 1, 4.0: 2, math.inf: 2}, 1.0),
+        ({1.0: 1, math.inf: 9}, 1.0),
+    ],
+)
+def test_median_of_a_histogram(cumulative, median):
+    assert histogram_median(cumulative) == pytest.approx(median)
+
+
+def test_no_samples_have_no_median():
+    for cumulative in ({}, {1.0: 0.0, math.inf: 0.0}):
+        with pytest.raises(ValueError, match="no samples"):
+            histogram_median(cumulative)
