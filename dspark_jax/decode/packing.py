@@ -27,6 +27,14 @@ class PackedRows(struct.PyTreeNode):
     ints: jax.Array | np.ndarray  # [R, NUM_INTS] int32; slot -1 marks an unused row
     floats: jax.Array | np.ndarray  # [R, NUM_FLOATS] float32
 
+    def parts(self, num_rows: int, rows: int) -> list[PackedRows]:
+        """The first `num_rows` rows, `rows` at a time; the last part may be shorter (host arrays)."""
+        ints, floats = self.ints[:num_rows], self.floats[:num_rows]
+        return [
+            PackedRows(ints=ints[first : first + rows], floats=floats[first : first + rows])
+            for first in range(0, num_rows, rows)
+        ]
+
     def resized(self, rows: int) -> PackedRows:
         """The same rows for an executable of another size (host arrays); only unused rows may be cut off."""
         missing = max(rows - len(self.ints), 0)

@@ -13,6 +13,9 @@ Ladder = Literal["default", "doubling", "vllm"]
 # Steps of an eighth to a quarter of the size: a compilation costs minutes at full size, padding a few per cent.
 _STRIDES = ((8, 64), (16, 128), (32, 256), (64, 512), (128, 1024), (256, 2048))
 _VLLM_STRIDES = ((8, 248), (16, 1024))
+# Where few programs are wanted, drafting for more requests than this takes several calls: on a CPU a call of 32
+# rows takes about as long as two of 16.
+_DOUBLING_ROWS = 16
 
 
 def default_ladder(max_tokens: int) -> tuple[int, ...]:
@@ -44,8 +47,12 @@ _LADDERS = {"default": default_ladder, "doubling": doubling_ladder, "vllm": vllm
 
 
 def row_buckets(max_num_seqs: int, ladder: Ladder = "default") -> tuple[int, ...]:
-    """Request counts that the drafting half is compiled for, increasing up to `max_num_seqs`."""
-    return _LADDERS[ladder](max_num_seqs)
+    """Request counts that the drafting half is compiled for, increasing.
+
+    The last one is `max_num_seqs`, or less in the ladder `doubling`: more requests take several calls.
+    """
+    most = min(max_num_seqs, _DOUBLING_ROWS) if ladder == "doubling" else max_num_seqs
+    return _LADDERS[ladder](most)
 
 
 def token_buckets(

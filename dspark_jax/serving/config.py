@@ -102,7 +102,7 @@ class ServeConfig:
     max_num_seqs: int | None = None
     """Most requests in one step; default 256 on a GPU, 64 on a CPU."""
     max_num_batched_tokens: int | None = None
-    """Most tokens in one step; default 2048 on a GPU, 512 on a CPU."""
+    """Most tokens in one step; default 2048 on a GPU, 256 on a CPU."""
     seed: int = 0
     """Seed from which requests without one draw theirs."""
     speculative_config: Annotated[
@@ -181,7 +181,7 @@ class ServeConfig:
 
     def for_device(self, *, on_gpu: bool) -> DeviceLimits:
         """The limits of a step, with the device's defaults where no flag was given."""
-        seqs, tokens = (256, 2048) if on_gpu else (64, 512)
+        seqs, tokens = (256, 2048) if on_gpu else (64, 256)
         if self.max_num_batched_tokens is not None:
             tokens = self.max_num_batched_tokens
             seqs = min(seqs, tokens)

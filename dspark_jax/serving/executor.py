@@ -42,14 +42,15 @@ class DeviceStep:
 
     plan: StepPlan
     ints: jax.Array
-    confidences: jax.Array | None
+    confidences: tuple[jax.Array, ...] | None  # one array for each call of the drafter
     logprobs: DeviceLogprobs | None
     prompt_logprobs: DeviceLogprobs | None
 
     def is_ready(self) -> bool:
         """True once `fetch` would not wait."""
-        leaves: tuple[Any, ...] = (self.ints, self.confidences)  # JAX's types lack `is_ready`
-        return all(leaf is None or leaf.is_ready() for leaf in leaves)
+        # JAX's types lack `is_ready`.
+        leaves: tuple[Any, ...] = (self.ints, *(self.confidences or ()))
+        return all(leaf.is_ready() for leaf in leaves)
 
     def fetch(self) -> StepOutputs:
         """Wait until the step has landed and return its outputs."""
@@ -59,7 +60,7 @@ class DeviceStep:
         if self.confidences is None:
             confidences = np.zeros((rows, tokens.shape[1] - 1), np.float32)
         else:
-            confidences = np.asarray(self.confidences)[:rows]
+            confidences = np.concatenate([np.asarray(part) for part in self.confidences])[:rows]
         return StepOutputs(
             tokens=tokens,
             num_tokens=ints[:, -3],
@@ -230,16 +231,20 @@ class Executor:
             leaf.copy_to_host_async()
         return step
 
-    def dispatch_draft(self, plan: StepPlan) -> jax.Array:
+    def dispatch_draft(self, plan: StepPlan) -> tuple[jax.Array, ...]:
         """Start the drafting half alone, as `dispatch` does after a step with drafts; for measuring."""
         packed = pack(plan, rows=self._executables.rows(plan.bucket))
         return self._draft(packed.rows, len(plan.rows))
 
-    def _draft(self, packed: PackedRows, num_rows: int) -> jax.Array:
-        rows = bucket_for(self._executables.row_buckets, num_rows)
-        draft = self._executables.draft[rows]
-        self.state, confidences = draft(self._params, self.state, packed.resized(rows))
-        return confidences
+    def _draft(self, packed: PackedRows, num_rows: int) -> tuple[jax.Array, ...]:
+        """Draft for the first `num_rows` rows, as many in one call as a program holds; their confidences."""
+        buckets, confidences = self._executables.row_buckets, []
+        for part in packed.parts(num_rows, buckets[-1]):
+            rows = bucket_for(buckets, len(part.ints))
+            draft = self._executables.draft[rows]
+            self.state, drafted = draft(self._params, self.state, part.resized(rows))
+            confidences.append(drafted)
+        return tuple(confidences)
 
     def _device_page_table(self, table: np.ndarray) -> jax.Array:
         """The table on the device; sent again only when the host made a new one."""

@@ -39,7 +39,8 @@ class ProgramStore:
         """The stored program of `key`, or what `compile` returns, which is then stored.
 
         Args:
-            key: names the program and its static options; versions, device and source are added here.
+            key: names the program, its static options and the compiler's; versions, device and source are added
+                here.
             arguments: tuple of abstract positional arguments.
             results: tree of the program's results, whatever its leaves.
             compile: traces and compiles.

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_jax.serving.buckets import bucket_for, default_ladder, token_buckets, vllm_ladder
+from dspark_jax.serving.buckets import (
+    bucket_for,
+    default_ladder,
+    row_buckets,
+    token_buckets,
+    vllm_ladder,
+)
 from dspark_jax.serving.flag_error import FlagError
 
 
@@ -39,6 +45,12 @@ def test_ladders_increase_to_their_end(ladder, max_tokens: int) -> None:
 def test_above_the_capture_limit_only_doublings() -> None:
     buckets = token_buckets(max_num_batched_tokens=8192, max_num_seqs=256, draft_len=5)
     assert buckets[-5:] == (1280, 1536, 3072, 6144, 8192)
+
+
+def test_drafting_for_many_requests_needs_no_program_of_its_own_in_the_doubling_ladder() -> None:
+    assert row_buckets(64, "doubling") == (1, 2, 4, 8, 16)
+    assert row_buckets(5, "doubling") == (1, 2, 4, 5)
+    assert row_buckets(20) == (1, 2, 4, 8, 16, 20)
 
 
 def test_explicit_capture_limit() -> None:
