@@ -101,7 +101,7 @@ says. The drafter shares embedding and output head with the target."""
 
 def _making(build: Build) -> str:
     target, draft = build.target, build.draft
-    times, parts, comparison = draft["flags"]["times"], draft["parts_s"], draft["comparison"]
+    parts, comparison = draft["parts_s"], build.comparison["comparison"]
     compared = sum(run["training"]["train_s"] for run in comparison.values())
     rows = [
         ["target, training", f"{target['train_s']:.0f}"],
@@ -110,6 +110,7 @@ def _making(build: Build) -> str:
         ["two short drafters for comparison, training", f"{compared:.0f}"],
         ["drafter's stage, everything", f"{sum(parts.values()):.0f}"],
     ]
+    commands = _draft_commands(draft["flags"]["times"], build.comparison["flags"]["times"])
     return f"""## Making it again
 
 ```
@@ -118,9 +119,7 @@ python -m dspark_jax.training.tokenizer
 python -m dspark_jax.training.prompts
 export XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 python -m dspark_jax.training.pipeline --stage target --target-minutes {target["flags"]["max_minutes"]:g}
-python -m dspark_jax.training.pipeline --stage draft --draft.train-seconds {times["train_seconds"]:g} \\
-    --draft.compare-seconds {times["compare_seconds"]:g} --draft.deadline-seconds {times["deadline_seconds"]:g}
-python -m dspark_jax.training.pipeline --stage assemble
+{commands}
 ```
 
 On one {target["device"]} with JAX {target["jax"]}, in seconds:
@@ -130,6 +129,26 @@ On one {target["device"]} with JAX {target["jax"]}, in seconds:
 The target was trained for {target["steps"]} steps, {_millions(target["tokens"])} tokens in all; the drafter for
 {draft["training"]["steps"]} steps on {_millions(draft["sampled_tokens"])} tokens that the target had written at
 temperature 1. Losses over time are in `training_log.jsonl`."""
+
+
+def _draft_commands(times: dict[str, float], compared: dict[str, float]) -> str:
+    """The drafter's stage, once more for the comparison if that was a run of its own, and what ships."""
+    stage = "python -m dspark_jax.training.pipeline --stage"
+    lines = [f"{stage} draft {_draft_times(times)}"]
+    if compared != times:
+        lines.append(
+            f"{stage} draft {_draft_times(compared)} \\\n    --target out/target --out out/comparison"
+        )
+    apart = " --comparison out/comparison/draft" if compared != times else ""
+    return "\n".join([*lines, f"{stage} assemble{apart}"])
+
+
+def _draft_times(times: dict[str, float]) -> str:
+    return (
+        f"--draft.train-seconds {times['train_seconds']:g} \\\n"
+        f"    --draft.compare-seconds {times['compare_seconds']:g} "
+        f"--draft.deadline-seconds {times['deadline_seconds']:g}"
+    )
 
 
 def _target(build: Build) -> str:
@@ -214,7 +233,7 @@ ranking then."""
 
 
 def _transition(build: Build) -> str:
-    runs = build.draft["comparison"]
+    runs = build.comparison["comparison"]
     if not runs:
         return "## The Markov head\n\nNo comparison was run."
     steps = runs["with"]["training"]["steps"]
@@ -275,7 +294,8 @@ def _text(build: Build) -> str:
 
 Source files and docstrings of CPython's standard library, read from the interpreter that built the corpus;
 nothing was downloaded. Training tokens by kind: {tokens}. `held_out.txt` lists the {build.num_held_out} files kept
-out of training ("{build.held_out_header}"). The text is under the PSF licence, in `LICENSE-PSF`; the weights are
+out of training ("{build.held_out_header}"), and `drafting.txt` those of which only the drafter has seen anything:
+its text was written behind their prefixes. The text is under the PSF licence, in `LICENSE-PSF`; the weights are
 under the licence of this repository."""
 
 

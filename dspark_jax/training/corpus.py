@@ -1,8 +1,9 @@
 """The training text: CPython's standard library, read from the interpreter that runs the build.
 
-Modules are split into a training and a held-out side; files that share much of their text (numbered copies of a
-test, the generated encodings) stay together. Documented functions and classes also give short conversations, so
-that a chat prompt is answered with a docstring.
+Modules are dealt to three sides: the target trains on one, the drafter's training text is written behind prompts
+of a second, and a third is held out of everything. Files that share much of their text (numbered copies of a test,
+the generated encodings) stay together. Documented functions and classes also give short conversations, so that a
+chat prompt is answered with a docstring.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tqdm import tqdm
 _EXCLUDED_PARTS = {"site-packages", "__pycache__", "lib-dynload"}
 # Written when the interpreter was built; holds paths of the building machine.
 _EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
+SIDES = ("train", "drafting", "held_out")
 _MAX_FILE_BYTES = 600_000
 _MIN_LINE = 24  # shorter lines are common to unrelated files
 _SHARED_LINES = 0.25
@@ -57,10 +59,15 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Both sides of the split."""
+    """The sides of the split. The target has read `train` only; `drafting` prompts the drafter's training text."""
 
     train: list[Document]
+    drafting: list[Document]
     held_out: list[Document]
+
+    def sides(self) -> dict[str, list[Document]]:
+        """Documents by the name of their side, which names the files too."""
+        return {side: getattr(self, side) for side in SIDES}
 
 
 def read_library(folder: Path) -> list[Document]:
@@ -80,23 +87,25 @@ def read_library(folder: Path) -> list[Document]:
     return documents
 
 
-def split(documents: list[Document], held_out_share: float, seed: int) -> Corpus:
-    """Hold out about `held_out_share` of the bytes of library and tests each, in whole groups."""
+def split(
+    documents: list[Document], *, held_out_share: float, drafting_share: float, seed: int
+) -> Corpus:
+    """Take about these shares of the bytes of library and tests each out of training, in whole groups."""
     groups = sorted(_groups(documents), key=lambda group: _rank(group[0].name, seed))
-    held_out: set[str] = set()
+    sides: dict[str, str] = {}
     for is_test in (False, True):
-        side = [group for group in groups if group[0].is_test is is_test]
-        total = sum(len(d.text) for group in side for d in group)
-        budget = held_out_share * total
-        for group in side:
-            size = sum(len(d.text) for d in group)
-            # A large group would be most of the held-out text and say little about the rest.
-            if size <= min(budget, 0.01 * total):
-                held_out.update(d.name for d in group)
-                budget -= size
+        kind = [group for group in groups if group[0].is_test is is_test]
+        total = sum(len(d.text) for group in kind for d in group)
+        for side, share in (("held_out", held_out_share), ("drafting", drafting_share)):
+            budget = share * total
+            for group in kind:
+                size = sum(len(d.text) for d in group)
+                # A large group would be most of the side's text and say little about the rest.
+                if group[0].name not in sides and size <= min(budget, 0.01 * total):
+                    sides.update((d.name, side) for d in group)
+                    budget -= size
     return Corpus(
-        train=[d for d in documents if d.name not in held_out],
-        held_out=[d for d in documents if d.name in held_out],
+        **{side: [d for d in documents if sides.get(d.name, "train") == side] for side in SIDES}
     )
 
 
@@ -237,11 +246,13 @@ class CorpusFlags:
     """Read the standard library, split it, and write the text as JSON lines."""
 
     out: Path = Path("out/corpus")
-    """Folder for train.jsonl, held_out.jsonl, train_chat.jsonl, held_out_chat.jsonl."""
+    """Folder for SIDE.jsonl and SIDE_chat.jsonl of every side."""
     bundle: Path = Path("dspark_jax/bundled")
-    """Folder of the shipped model, which gets held_out.txt and the licence of the text."""
+    """Folder of the shipped model, which gets held_out.txt, drafting.txt and the licence of the text."""
     held_out_share: float = 0.05
     """Share of the bytes that is held out, of the library and of the tests separately."""
+    drafting_share: float = 0.06
+    """Likewise, that the target does not read and the drafter's text is prompted with."""
     seed: int = 0
     """Seed of the split and of the question templates."""
 
@@ -250,10 +261,15 @@ def main(flags: CorpusFlags) -> None:
     """Build the corpus of the running interpreter and print its sizes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     documents = read_library(folder)
-    corpus = split(documents, flags.held_out_share, flags.seed)
+    corpus = split(
+        documents,
+        held_out_share=flags.held_out_share,
+        drafting_share=flags.drafting_share,
+        seed=flags.seed,
+    )
     flags.out.mkdir(parents=True, exist_ok=True)
     flags.bundle.mkdir(parents=True, exist_ok=True)
-    for side, texts in (("train", corpus.train), ("held_out", corpus.held_out)):
+    for side, texts in corpus.sides().items():
         chat = exchanges(texts, flags.seed)
         _write(flags.out / f"{side}.jsonl", [vars(d) for d in texts])
         _write(flags.out / f"{side}_chat.jsonl", [vars(e) for e in chat])
@@ -265,13 +281,13 @@ def main(flags: CorpusFlags) -> None:
             tqdm.write(f"{side:8} {label:7} {len(kept):5} files {size / 1e6:7.2f} MB")
         size = sum(len((e.question + e.answer).encode()) for e in chat)
         tqdm.write(f"{side:8} chat    {len(chat):5} pairs {size / 1e6:7.2f} MB")
-    header = (
-        f"# Files of CPython {platform.python_version()}'s standard library that the bundled model "
-        "was not trained on.\n"
-    )
-    (flags.bundle / "held_out.txt").write_text(
-        header + "".join(f"{d.name}\n" for d in corpus.held_out)
-    )
+    library = f"CPython {platform.python_version()}'s standard library"
+    for side, header in (
+        ("held_out", f"# Files of {library} that the bundled model was not trained on.\n"),
+        ("drafting", f"# Files of {library} of which the drafter alone has seen prefixes.\n"),
+    ):
+        listed = "".join(f"{d.name}\n" for d in corpus.sides()[side])
+        (flags.bundle / f"{side}.txt").write_text(header + listed)
     licence = (folder / "LICENSE.txt").read_text(encoding="utf-8")
     (flags.bundle / "LICENSE-PSF").write_text(licence, encoding="utf-8")
 

@@ -32,7 +32,7 @@ DEFAULT_SHARES = {
 
 
 def load_streams(folder: Path, side: str) -> dict[str, TokenStream]:
-    """The streams of one side ("train" or "held_out"), by kind."""
+    """The streams of one side (`corpus.SIDES`), by kind."""
     return {kind: load_stream(folder / f"{side}_{kind}.npz") for kind in KINDS}
 
 

@@ -49,6 +49,8 @@ from dspark_jax.training.prompts import (
 from dspark_jax.training.report import Stopwatch, plain_flags, write_report
 from dspark_jax.training.train_draft import Trainer, write_lines
 
+SHIPPED_RUN = "drafter"
+"""Name, in the log, of the drafter that is kept; the others are only compared."""
 _FIT_PROMPTS = 1024
 _FIT_ROUNDS = 100_000
 _LEAST_COMPARISON_S = 15.0
@@ -168,7 +170,7 @@ def main(flags: DraftFlags, cfg: ModelConfig | None = None) -> None:
     # As the released files hold it, so that the export changes nothing.
     _, stored_target, _ = load_checkpoint(flags.target, keep_quantized=True)
     sampler = PromptSampler(
-        load_streams(flags.tokens, "train"),
+        load_streams(flags.tokens, "drafting"),
         Markers.of(tokenizer),
         length=flags.length,
         longest=min(256, flags.length // 2),
@@ -192,7 +194,7 @@ def main(flags: DraftFlags, cfg: ModelConfig | None = None) -> None:
     with (flags.out / "log.jsonl").open("w") as log:
         left = flags.times.deadline_seconds - watch.elapsed - _FINISHING_S
         params, report["training"] = trainer.train(
-            write_lines(log, "drafter"), seconds=min(flags.times.train_seconds, left)
+            write_lines(log, SHIPPED_RUN), seconds=min(flags.times.train_seconds, left)
         )
         save_master(flags.out, params)
         watch.lap("training")
@@ -255,8 +257,8 @@ def _compare(
     """Two runs of equal steps, with and without the transition, judged at temperature 1 before rounding."""
     left = flags.times.deadline_seconds - watch.elapsed - _LEAST_COMPARISON_S
     seconds = min(flags.times.compare_seconds, left / 2)
-    if seconds < _LEAST_COMPARISON_S * (flags.times.compare_seconds > 0):
-        tqdm.write(f"no comparison: {left:.0f} s are left")
+    if seconds < _LEAST_COMPARISON_S:
+        tqdm.write(f"no comparison in {seconds:.0f} s")
         return {}
     report: dict[str, Any] = {}
     steps = None

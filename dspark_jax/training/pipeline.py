@@ -29,6 +29,8 @@ class PipelineFlags:
     """Time for the target's steps."""
     target: Path | None = None
     """Folder of the target stage, by default `target` below `out`."""
+    comparison: Path | None = None
+    """Folder of the drafter's stage whose comparison the card shows, by default `draft` below `out`."""
     bundle: Path = Path("dspark_jax/bundled")
     """Folder that ships: tokenizer.json and prompts.jsonl are read there, checkpoint, log and card written."""
     draft: draft_stage.DraftTimes = field(default_factory=draft_stage.DraftTimes)
@@ -62,7 +64,12 @@ def main(flags: PipelineFlags) -> None:
         )
     else:
         assemble.main(
-            assemble.AssembleFlags(target=target, draft=flags.out / "draft", bundle=flags.bundle)
+            assemble.AssembleFlags(
+                target=target,
+                draft=flags.out / "draft",
+                comparison=flags.comparison,
+                bundle=flags.bundle,
+            )
         )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dspark_jax.config import AttentionKind, DraftConfig, ModelConfig
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 1024
 
 
 def bundled_config(
-    vocab_size: int = VOCAB_SIZE, *, num_stages: int = 2, markov_rank: int = 128
+    vocab_size: int = VOCAB_SIZE, *, num_stages: int = 3, markov_rank: int = 128
 ) -> ModelConfig:
     """Every mechanism of DeepSeek-V4-Flash and its drafter, small enough to ship.
 
@@ -18,7 +18,7 @@ def bundled_config(
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=256,
-        num_hidden_layers=10,
+        num_hidden_layers=12,
         num_attention_heads=8,
         head_dim=64,
         qk_rope_head_dim=16,
@@ -26,7 +26,7 @@ def bundled_config(
         o_groups=2,
         o_lora_rank=64,
         sliding_window=64,
-        attention_kinds=(sliding, sliding, *(csa, hca) * 4),
+        attention_kinds=(sliding, sliding, *(csa, hca) * 5),
         csa_ratio=4,
         hca_ratio=32,
         index_n_heads=16,
@@ -40,7 +40,7 @@ def bundled_config(
         draft=DraftConfig(
             block_size=7,
             noise_token_id=vocab_size - 1,
-            target_layer_ids=(7, 8, 9),
+            target_layer_ids=(9, 10, 11),
             markov_rank=markov_rank,
             num_stages=num_stages,
         ),

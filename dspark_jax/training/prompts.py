@@ -55,10 +55,10 @@ class Prompt:
 
 
 class PromptSampler:
-    """Prompts from the training side: the whole question of a conversation, or a prefix of code.
+    """Prompts for the drafter's training text: the whole question of a conversation, or a prefix of code.
 
-    Lengths of code prefixes are log-uniform. Most are short, because the target knows its training text too well:
-    after a short prefix it goes its own way, as it does after text that it has never seen.
+    They come from documents that the target has not read, as a user's prompts do: behind a prefix of its training
+    text it goes on from memory. Lengths of code prefixes are log-uniform.
     """
 
     def __init__(

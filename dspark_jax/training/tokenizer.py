@@ -12,7 +12,7 @@ import tyro
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from dspark_jax.training.corpus import Document, Exchange, load_documents, load_exchanges
+from dspark_jax.training.corpus import SIDES, Document, Exchange, load_documents, load_exchanges
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -136,12 +136,12 @@ class TokenizerFlags:
     """Folder for one .npz per side and kind of text."""
     bundle: Path = Path("dspark_jax/bundled")
     """Folder of the shipped model, which gets tokenizer.json."""
-    vocab_size: int = 2048
+    vocab_size: int = 1024
     """Number of ids, control tokens included."""
 
 
 def main(flags: TokenizerFlags) -> None:
-    """Train, encode both sides, and print the sizes."""
+    """Train, encode every side, and print the sizes."""
     # The tokenizers library warns when a process that used its threads forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     train = load_documents(flags.corpus / "train.jsonl")
@@ -150,7 +150,7 @@ def main(flags: TokenizerFlags) -> None:
     flags.bundle.mkdir(parents=True, exist_ok=True)
     flags.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(flags.bundle / "tokenizer.json"))
-    for side in ("train", "held_out"):
+    for side in SIDES:
         documents = load_documents(flags.corpus / f"{side}.jsonl")
         chat = load_exchanges(flags.corpus / f"{side}_chat.jsonl")
         for kind, kept in (

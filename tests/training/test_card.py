@@ -63,7 +63,7 @@ def build(*, first: float = 0.1234, length: float = 1.777, error: float = 0.013)
                 "length": 768,
                 "times": {
                     "train_seconds": 200.0,
-                    "compare_seconds": 20.0,
+                    "compare_seconds": 0.0,
                     "deadline_seconds": 400.0,
                 },
                 "training": {"compute_dtype": "bfloat16"},
@@ -75,6 +75,16 @@ def build(*, first: float = 0.1234, length: float = 1.777, error: float = 0.013)
             "evaluation": {
                 "sampled": judged(first, length, error),
                 "greedy": judged(0.8, 3.333, 0.095),
+            },
+            "comparison": {},
+        },
+        comparison={
+            "flags": {
+                "times": {
+                    "train_seconds": 100.0,
+                    "compare_seconds": 20.0,
+                    "deadline_seconds": 300.0,
+                }
             },
             "comparison": {"with": run, "without": run},
         },
@@ -88,8 +98,12 @@ def build(*, first: float = 0.1234, length: float = 1.777, error: float = 0.013)
 def test_card_states_the_figures():
     card = model_card(build())
     for text in (
-        "| target | 13.04 M | 11.00 |",
+        "| target | 14.95 M | 11.00 |",
         "--target-minutes 3.25",
+        "--draft.train-seconds 200 \\ --draft.compare-seconds 0 --draft.deadline-seconds 400",
+        "--draft.train-seconds 100 \\ --draft.compare-seconds 20 --draft.deadline-seconds 300",
+        "--target out/target --out out/comparison",
+        "--stage assemble --comparison out/comparison/draft",
         "On one Some GPU with JAX 1.2.3",
         "4321 steps, 50.00 M tokens",
         "| library | 543 | 7.39 | 7.58 | +0.025 | 3.21 | 0.88 |",
@@ -120,18 +134,31 @@ def test_card_says_which_aims_are_missed():
 
 def test_card_without_comparison():
     made = build()
-    card = model_card(dataclasses.replace(made, draft=made.draft | {"comparison": {}}))
+    card = model_card(dataclasses.replace(made, comparison=made.draft))
     assert "No comparison was run." in card
+    assert "--stage assemble\n" in card
 
 
 def test_log_keeps_both_ends_of_every_run(tmp_path):
-    for name, runs in (("target", ["target"]), ("draft", ["drafter", "without"])):
+    runs_of = {
+        "target": ["target"],
+        "draft": ["drafter", "with"],
+        "comparison": ["drafter", "without"],
+    }
+    for name, runs in runs_of.items():
         (tmp_path / name).mkdir()
         marked = [
-            {"step": i, **({"run": r} if name == "draft" else {})} for r in runs for i in range(250)
+            {"step": i, "folder": name, **({"run": r} if name != "target" else {})}
+            for r in runs
+            for i in range(250)
         ]
         (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in marked))
-    lines = assemble.training_log(tmp_path / "target", tmp_path / "draft")
+    lines = assemble.training_log(tmp_path / "target", tmp_path / "draft", tmp_path / "comparison")
+    assert {(line["run"], line["folder"]) for line in lines} == {
+        ("target", "target"),
+        ("drafter", "draft"),
+        ("without", "comparison"),
+    }
     for run in ("target", "drafter", "without"):
         steps = [line["step"] for line in lines if line["run"] == run]
         assert len(steps) == 100
@@ -151,7 +178,7 @@ def test_bundled_model_is_within_its_sizes():
 
 def test_bundled_card_and_log_belong_to_the_checkpoint():
     sizes, card = measure_sizes(BUNDLE), (BUNDLE / CARD).read_text(encoding="utf-8")
-    assert f"| 13.04 M | {sizes.target / MIB:.2f} |" in card
+    assert f"| 14.95 M | {sizes.target / MIB:.2f} |" in card
     assert f"| {sizes.draft / MIB:.2f} |" in card
     lines = [json.loads(line) for line in (BUNDLE / LOG).read_text().splitlines()]
     last = {line["run"]: line["step"] for line in lines}

@@ -75,14 +75,16 @@ def test_likenesses_stay_on_one_side():
     tests = [Document(name=f"test/test_{i}.py", text=body(i + 500)) for i in range(300)]
     sides = []
     for seed in range(8):
-        corpus = split([*others, *tests, *twins], 0.3, seed)
-        held_out = {d.name for d in corpus.held_out}
-        assert len(corpus.train) + len(held_out) == 602
-        for is_test in (False, True):
-            share = np.mean([d.name in held_out for d in (tests if is_test else others)])
-            assert 0.27 < share <= 0.3
-        sides.append(tuple(d.name in held_out for d in twins))
-    assert {(False, False), (True, True)} == set(sides)
+        corpus = split([*others, *tests, *twins], held_out_share=0.3, drafting_share=0.2, seed=seed)
+        side_of = {d.name: side for side, docs in corpus.sides().items() for d in docs}
+        assert sum(map(len, corpus.sides().values())) == len(side_of) == 602
+        for kind in (tests, others):
+            for side, share in (("held_out", 0.3), ("drafting", 0.2)):
+                reached = np.mean([side_of[d.name] == side for d in kind])
+                assert share - 0.03 < reached <= share
+        sides.append(tuple(side_of[d.name] for d in twins))
+    assert {first for first, second in sides if first == second} >= {"train", "held_out"}
+    assert all(first == second for first, second in sides)
 
 
 def test_exchanges_ask_about_public_documented_things():
