@@ -110,10 +110,14 @@ class Loop:
     seed: int = 0
     skips_drafter: float = 0.1
     sits_out: float = 0.1
+    shortest_chunk: int = 1  # where the prompt and the step have so many left
     longest_chunk: int = 12
     min_depth: int = 0
     confidences: np.ndarray = field(init=False)  # [SLOTS, G] of the last proposals
     stale: np.ndarray = field(init=False)  # [SLOTS, G] of the proposals before
+    mixed_chunks: set[int] = field(
+        init=False
+    )  # lengths of prompt chunks that had decoding rows beside them
 
     def __post_init__(self) -> None:
         per_page = page_tokens(self.cfg)
@@ -131,6 +135,7 @@ class Loop:
         )
         self.confidences = np.ones((SLOTS, self.draft_len), np.float32)
         self.stale = self.confidences
+        self.mixed_chunks = set()
 
     def run(self, requests: Sequence[Request]) -> None:
         """Continue all `requests` to their ends, in place."""
@@ -155,6 +160,8 @@ class Loop:
         for request in requests:
             rows.append(self._row(request, room + 1))
             room -= rows[-1].num_tokens - 1
+        if any(row.prompt_ids is None for row in rows):
+            self.mixed_chunks |= {row.num_tokens for row in rows if row.prompt_ids is not None}
         most = min(room, sum(row.draft_cap for row in rows))
         budget = self.budget(self, most)
         assert 0 <= budget <= most
@@ -186,7 +193,7 @@ class Loop:
                 start -= 1
                 request.prompt_logprobs.pop()
             longest = min(self.longest_chunk, room, len(request.prompt) - start)
-            end = start + self.rng.integers(1, longest + 1)
+            end = start + self.rng.integers(min(self.shortest_chunk, longest), longest + 1)
             chunk = np.asarray(request.prompt[start:end], np.int32)
             request.fed = end
             samples = end == len(request.prompt)
