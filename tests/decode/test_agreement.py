@@ -1,4 +1,4 @@
-"""Devices of a mesh admit the same drafts: from the same confidences, and from the leader's where theirs differ."""
+"""Devices of a mesh admit the same drafts: from equal confidences, and from the leader's where theirs differ."""
 
 from __future__ import annotations
 
