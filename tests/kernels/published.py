@@ -14,6 +14,8 @@ from dspark_jax.kernels.dispatch import Backend, Dispatch
 from dspark_jax.kernels.expert_mlp import expert_mlp
 from dspark_jax.kernels.hyper import hyper_enter, hyper_leave
 from dspark_jax.kernels.index_topk import index_topk
+from dspark_jax.kernels.linear import stacked_linear
+from dspark_jax.kernels.linear.pallas_triton import MANY_TOKENS
 from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, Weight, fp4_scale_shape
 from dspark_jax.kernels.sparse_mla import sparse_mla
 
@@ -43,6 +45,30 @@ def weight(storage: str, *dims: int) -> Weight:
             shape(jnp.float8_e4m3fn, *dims), shape(jnp.uint8, *lead, rows // 128, inner // 128)
         )
     return halves(*dims)
+
+
+LINEARS = {
+    "flash": {"w_q_a": (1024, 4096, 1), "w_kv": (512, 4096, 1), "w_o_a": (1024, 4096, 8)},
+    "pro": {"w_q_b": (65536, 1536, 1), "w_o_b": (7168, 16384, 1)},
+}
+"""Outputs, inputs and groups of linears that differ in which way they are cut."""
+
+
+def _linears(
+    model: str, tokens: int, dispatch: Dispatch
+) -> dict[str, tuple[Callable[..., Any], Any, int]]:
+    return {
+        f"linear {model} {name} {storage}": (
+            lambda tree: stacked_linear(**tree, layer=5, dispatch=dispatch),
+            {
+                "x": halves(tokens, groups, inner),
+                "stack": weight(storage, MODELS[model]["layers"], groups * outputs, inner),
+            },
+            1 if tokens < MANY_TOKENS else 0,
+        )
+        for name, (outputs, inner, groups) in LINEARS[model].items()
+        for storage in ("fp8", "plain")
+    }
 
 
 def problems(tokens: int, capability: int = 90) -> dict[str, tuple[Callable[..., Any], Any, int]]:
@@ -96,6 +122,7 @@ def problems(tokens: int, capability: int = 90) -> dict[str, tuple[Callable[...,
                 },
                 4,
             )
+        found |= _linears(model, tokens, dispatch)
         found[f"hyper_enter {model}"] = (
             lambda tree: hyper_enter(
                 **tree, layer=1, iterations=20, eps=1e-6, norm_eps=1e-6, dispatch=dispatch

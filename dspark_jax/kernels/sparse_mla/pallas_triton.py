@@ -57,7 +57,8 @@ def default_tile(
 
     Measured on H200 with 64 heads of 512 channels and 640 rows. A tile of 64 heads and 8 warps fills a
     multiprocessor; with 32 heads two programs share one, which wins once there are enough of them. SM100 and
-    SM103 start from the same sizes; the order of the alternatives was not measured there.
+    SM103 start from the same sizes, which were not measured there; they keep queries in shared memory too, so row
+    tiles beside 64 heads must be half as long.
     """
     sms = multiprocessors(capability)
     wide = itemsize > 2  # float32 rows: a quarter of the tile, to fit shared memory
@@ -68,6 +69,7 @@ def default_tile(
         block, warps, stages = row_block(heads, 32), 4, 3
     else:
         block, warps, stages = row_block(heads, 16 if wide else 64), 8, 3
+        keys = min(keys, 64 if capability < 100 else 32)
     programs = tokens * pl.cdiv(heads, block)
     tiles = pl.cdiv(rows, keys)
     per_split = pl.cdiv(tiles, max(1, sms // programs))

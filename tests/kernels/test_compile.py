@@ -1,0 +1,38 @@
+"""Every kernel and whole engine steps compile to machine code for the GPUs that are supported, present or not."""
+
+from __future__ import annotations
+
+import pytest
+
+from dspark_jax.kernels.dispatch import Backend, Dispatch
+from tests.kernels.cuda import num_kernels
+from tests.kernels.deviceless import GPUS, compile_for
+from tests.kernels.flash import FLASH, PRO, released, steps
+from tests.kernels.published import problems
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+capabilities = pytest.mark.parametrize("capability", GPUS)
+
+
+@capabilities
+@pytest.mark.parametrize("tokens", [48, 2048])
+@pytest.mark.parametrize("name", problems(1))
+def test_every_kernel_compiles(name: str, tokens: int, capability: int) -> None:
+    function, arguments, _ = problems(tokens, capability)[name]
+    compile_for(capability, function, arguments)
+
+
+@capabilities
+@pytest.mark.parametrize(
+    ("half", "model"), [("verify", FLASH), ("draft", PRO)], ids=["verify-flash", "draft-pro"]
+)
+def test_a_whole_step_compiles_and_copies_no_stack(half: str, model: dict, capability: int) -> None:
+    cfg = released(model)
+    dispatch = Dispatch(Backend.PALLAS, capability=capability)
+    function, arguments = steps(cfg, tokens=64, rows=16, dispatch=dispatch)[half]
+    compiled = compile_for(capability, function, *arguments, donate_argnums=1)
+    # The largest temporaries are logits. One layer's experts are gigabytes, its largest linear 33 or 100 MB.
+    assert compiled.memory_analysis().temp_size_in_bytes < 400e6
+    text = compiled.as_text()
+    assert text is not None
+    assert num_kernels(text) > 0, "no kernel in the step"
