@@ -1,0 +1,252 @@
+"""On a GPU: compiled kernels against their references, the tiny cases and random data at Flash and Pro sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.kernels.compress import cases as compress_cases
+from dspark_jax.kernels.compress import compress
+from dspark_jax.kernels.dispatch import Dispatch, default_dispatch
+from dspark_jax.kernels.expert_mlp import cases as expert_cases
+from dspark_jax.kernels.expert_mlp import expert_mlp
+from dspark_jax.kernels.hyper import cases as hyper_cases
+from dspark_jax.kernels.hyper import hyper_enter, hyper_leave
+from dspark_jax.kernels.index_topk import cases as index_cases
+from dspark_jax.kernels.index_topk import index_topk
+from dspark_jax.kernels.linear import cases as linear_cases
+from dspark_jax.kernels.linear import stacked_linear
+from dspark_jax.kernels.linear.pallas_triton import MANY_TOKENS
+from dspark_jax.kernels.sparse_mla import cases as mla_cases
+from dspark_jax.kernels.sparse_mla import sparse_mla
+from tests.parity.compare import BFLOAT16_OP, Tolerance, assert_close
+from tests.seeds import fresh_seed
+
+pytestmark = pytest.mark.gpu
+
+FLOAT32_GPU = Tolerance(1e-4, 1e-4, 1e-9)
+"""Float32 throughout, with the GPU's approximate exponentials and reciprocals."""
+
+FLOAT16_OPERANDS = Tolerance(1e-2, 3e-3, 1e-6)
+"""Activations beside quantised weights are rounded to float16."""
+
+MIXING_WEIGHTS = Tolerance(2e-4, 2e-4, 1e-7)
+"""Sums of 16384 or 28672 products that are exact to 16 bits."""
+
+
+@pytest.fixture(autouse=True)
+def exact_references() -> Iterator[None]:
+    """References in float32 must not use the matrix units' 10-bit mode."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def both(function: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """Result of the compiled kernel and of the reference. Leaves that are no arrays are fixed."""
+    is_array = lambda x: isinstance(x, jax.Array | tuple) or hasattr(x, "scale")
+    arrays = {k: v for k, v in arguments.items() if is_array(v)}
+    fixed = {k: v for k, v in arguments.items() if k not in arrays}
+    results = [
+        jax.jit(partial(function, **fixed, dispatch=dispatch))(**arrays)
+        for dispatch in (default_dispatch(), Dispatch())
+    ]
+    return results[0], results[1]
+
+
+# --- sparse attention --------------------------------------------------------------------------
+
+MLA_CASES = [
+    dataclasses.replace(case, name=f"{model} {case.name}")
+    for model, size, listed in (
+        ("flash", mla_cases.FLASH, 512),
+        ("pro", mla_cases.PRO, 1024),
+    )
+    for case in (
+        *(mla_cases.decode_case(n, listed=listed, **size) for n in (1, 16, 61, 256)),
+        mla_cases.prefill_case(300, listed=listed, **size),
+        mla_cases.Case(
+            "mixed", (mla_cases.Row(0, 5), mla_cases.Row(3, 130), mla_cases.Row(900, 1)),
+            listed=listed, padding=3, **size,
+        ),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", mla_cases.TEST_CASES, ids=lambda case: case.name)
+def test_sparse_mla_tiny(case: mla_cases.Case) -> None:
+    out, expected = both(sparse_mla, mla_cases.make(case, fresh_seed(), jnp.float32))
+    assert_close(out, expected, FLOAT32_GPU, case.name)
+
+
+@pytest.mark.parametrize("case", MLA_CASES, ids=lambda case: case.name)
+def test_sparse_mla(case: mla_cases.Case) -> None:
+    arguments = mla_cases.make(case, fresh_seed(), jnp.bfloat16, pool=16384)
+    out, expected = both(sparse_mla, arguments)
+    assert_close(out, expected, BFLOAT16_OP, case.name)
+
+
+def test_sparse_mla_many_tokens_equal_few() -> None:
+    """The tiles for 2048 tokens differ from those for 256; the reference would take gigabytes."""
+    case = mla_cases.prefill_case(2048, **mla_cases.FLASH)
+    arguments = mla_cases.make(case, fresh_seed(), jnp.bfloat16, pool=16384)
+    per_token = ("q", "slots", "positions", "starts", "row_heads", "is_token")
+    per_token += ("entry_places", "entry_counts", "unrotate")
+    whole = sparse_mla(**arguments, dispatch=default_dispatch())
+    some = slice(1000, 1200)
+    # The rows of the step stay; the tokens that attend are a few.
+    cut = {k: jax.tree.map(lambda x: x[some], arguments[k]) for k in per_token}
+    few = sparse_mla(**arguments | cut, dispatch=default_dispatch())
+    assert_close(few, whole[some], BFLOAT16_OP)
+
+
+# --- indexer -----------------------------------------------------------------------------------
+
+INDEX_CASES = [
+    dataclasses.replace(case, name=f"{model} {case.name}")
+    for model, size in (("flash", index_cases.FLASH), ("pro", index_cases.PRO))
+    for case in (
+        index_cases.decode_case(16, 2048, **size),
+        index_cases.decode_case(8, 40960, **size),
+        index_cases.prefill_case(96, 8192, **size),
+        index_cases.Case(
+            "mixed", (index_cases.Row(5, 20), index_cases.Row(1, 3000), index_cases.Row(30, 1020)),
+            padding=2, max_pages=64, **size,
+        ),
+    )
+]  # fmt: skip
+
+
+def check_choice(arguments: dict[str, Any], slack: float) -> None:
+    """Every kept entry scores at least the k-th best, up to `slack` of the largest score; none is kept twice."""
+    places, selected = jax.jit(
+        partial(index_topk, k=arguments["k"], dispatch=default_dispatch()),
+    )(**{name: value for name, value in arguments.items() if name != "k"})
+    keys, table = arguments["index_keys"], np.asarray(arguments["page_table"])
+    per_page, width = keys.shape[2:]
+    for row, (own, count) in enumerate(zip(np.asarray(places), np.asarray(arguments["counts"]))):
+        kept = min(int(count), arguments["k"])
+        assert int(selected[row]) == kept
+        chosen = own[:kept]
+        assert len(set(chosen.tolist())) == kept
+        number = np.arange(count)
+        flat = table[int(arguments["slots"][row]), number // per_page] * per_page
+        flat = flat + number % per_page
+        assert np.isin(chosen, flat).all()
+        if not kept:
+            continue
+        rows = keys[1].reshape(-1, width)[flat].astype(jnp.float32)
+        dots = jax.nn.relu(rows @ arguments["q"][row].astype(jnp.float32).T)
+        scores = np.asarray(dots @ arguments["head_weights"][row])
+        worst = scores[np.isin(flat, chosen)].min()
+        assert np.sort(scores)[-kept] - worst <= slack * np.abs(scores).max()
+
+
+@pytest.mark.parametrize("case", index_cases.TEST_CASES, ids=lambda case: case.name)
+def test_index_topk_tiny(case: index_cases.Case) -> None:
+    check_choice(index_cases.make(case, fresh_seed(), jnp.float32), 0.0 if case.ties else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("case", INDEX_CASES, ids=lambda case: case.name)
+def test_index_topk(case: index_cases.Case, dtype: Any) -> None:
+    arguments = index_cases.make(case, fresh_seed(), jnp.bfloat16)
+    check_choice(arguments | {"index_keys": arguments["index_keys"].astype(dtype)}, 1e-4)
+
+
+# --- experts and linears -----------------------------------------------------------------------
+
+EXPERT_CASES = [
+    expert_cases.Case(f"{model} {tokens}", tokens, storage=storage, padding=3, layers=1,
+                      **dict(size, experts=experts))
+    for model, size, storage, experts in (
+        ("flash", expert_cases.FLASH, "fp4", 256),
+        ("flash", expert_cases.FLASH, "fp8", 128),
+        ("flash", expert_cases.FLASH, "plain", 64),
+        ("pro", expert_cases.PRO, "fp4", 64),
+        ("pro", expert_cases.PRO, "fp8", 32),
+    )
+    for tokens in (5, 64, 1024)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", expert_cases.TEST_CASES, ids=lambda case: f"{case.storage} {case.name}"
+)
+def test_expert_mlp_tiny(case: expert_cases.Case) -> None:
+    plain = case.storage == "plain"
+    arguments = expert_cases.make(case, fresh_seed(), jnp.float32 if plain else jnp.bfloat16)
+    check_experts(arguments, FLOAT32_GPU if plain else FLOAT16_OPERANDS)
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: f"{case.storage} {case.name}")
+def test_expert_mlp(case: expert_cases.Case) -> None:
+    arguments = expert_cases.make(case, fresh_seed(), jnp.bfloat16)
+    check_experts(arguments, BFLOAT16_OP if case.storage == "plain" else FLOAT16_OPERANDS)
+
+
+def check_experts(arguments: Any, tolerance: Tolerance) -> None:
+    """Padding holds NaN for the kernel and numbers for the reference, which multiplies it by zero."""
+    out = expert_mlp(**arguments, dispatch=default_dispatch())
+    clean = arguments | {"x": jnp.nan_to_num(arguments["x"])}
+    assert_close(out, expert_mlp(**clean, dispatch=Dispatch()), tolerance)
+
+
+LINEAR_CASES = [
+    linear_cases.Case(name, tokens, outputs, inner, storage, groups)
+    for name, (outputs, inner, groups) in linear_cases.FLASH.items()
+    for storage in ("fp8", "plain")
+    for tokens in (1, 40, 300, MANY_TOKENS)
+]
+
+
+@pytest.mark.parametrize("case", LINEAR_CASES, ids=lambda c: f"{c.storage} {c.name} {c.tokens}")
+def test_linear(case: linear_cases.Case) -> None:
+    out, expected = both(stacked_linear, linear_cases.make(case, fresh_seed(), jnp.bfloat16))
+    assert_close(out, expected, BFLOAT16_OP, case.name)
+
+
+# --- hyper-connections and compressor ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [4096, 7168])
+@pytest.mark.parametrize("tokens", [1, 16, 200, 1024])
+def test_hyper(tokens: int, model: int) -> None:
+    seed = fresh_seed()
+    case = hyper_cases.Case("", tokens, model)
+    arguments = hyper_cases.make(case, seed, jnp.bfloat16)
+    out, expected = both(hyper_enter, arguments)
+    assert_close(out.block_input, expected.block_input, BFLOAT16_OP)
+    assert_close(out.post, expected.post, MIXING_WEIGHTS)
+    assert_close(out.comb, expected.comb, MIXING_WEIGHTS)
+    back = {"streams": arguments["streams"], "post": expected.post, "comb": expected.comb}
+    back["output"] = hyper_cases.make_output(case, seed, jnp.bfloat16)
+    assert_close(*both(hyper_leave, back), BFLOAT16_OP)
+
+
+COMPRESS_CASES = [
+    *compress_cases.TEST_CASES,
+    *(
+        dataclasses.replace(case, name=f"{name} {case.name}")
+        for name, size in (("csa", compress_cases.CSA), ("hca", compress_cases.HCA))
+        for case in (
+            compress_cases.decode_case(64, **size),
+            compress_cases.Case("prefill", (compress_cases.Row(77, 700),), **size),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", COMPRESS_CASES, ids=lambda case: case.name)
+def test_compress(case: compress_cases.Case) -> None:
+    arguments = compress_cases.make(case, fresh_seed())
+    used = np.asarray(arguments["closing"]) < arguments["step_rows"].shape[0]
+    out, expected = both(compress, arguments)
+    assert np.isfinite(np.asarray(out)).all()
+    assert_close(np.asarray(out)[used], np.asarray(expected)[used], FLOAT32_GPU, case.name)
