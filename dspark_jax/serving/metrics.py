@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -69,6 +70,21 @@ class StepReport:
     num_sanitised: int = 0
 
 
+class _Labelled:
+    """Children of a metric by the value of its one own label, kept: looking one up costs more than counting."""
+
+    def __init__(self, metric: Counter | Histogram, common: dict[str, str], label: str) -> None:
+        self._metric, self._common, self._label = metric, common, label
+        self._children: dict[int, Any] = {}
+
+    def __getitem__(self, value: int) -> Any:
+        child = self._children.get(value)
+        if child is None:
+            child = self._metric.labels(**self._common, **{self._label: str(value)})
+            self._children[value] = child
+        return child
+
+
 class Metrics:
     """Every counter, gauge and histogram of one server, in a registry of its own.
 
@@ -94,6 +110,14 @@ class Metrics:
     def _histogram(self, name: str, text: str, edges: tuple[float, ...], *labels: str) -> Histogram:
         names = ("model_name", "engine", *labels)
         return Histogram(name, text, names, buckets=edges, registry=self.registry)
+
+    def _labelled_counter(self, name: str, text: str, label: str) -> _Labelled:
+        return _Labelled(self._counter(name, text, label), self._labels, label)
+
+    def _labelled_histogram(
+        self, name: str, text: str, edges: tuple[float, ...], label: str
+    ) -> _Labelled:
+        return _Labelled(self._histogram(name, text, edges, label), self._labels, label)
 
     def _declare_requests(self) -> None:
         own = self._labels
@@ -148,7 +172,7 @@ class Metrics:
         self.num_accepted_tokens = self._counter(
             "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted."
         ).labels(**own)
-        self.accepted_per_position = self._counter(
+        self.accepted_per_position = self._labelled_counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by draft position.", position
         )
         self.draft_tokens_admitted = self._counter(
@@ -157,10 +181,10 @@ class Metrics:
         self.draft_tokens_trimmed = self._counter(
             "dspark:draft_tokens_trimmed", "Draft tokens left out by the budget."
         ).labels(**own)
-        self.admitted_per_position = self._counter(
+        self.admitted_per_position = self._labelled_counter(
             "dspark:draft_tokens_admitted_per_pos", "Admitted, by draft position.", position
         )
-        self.trimmed_per_position = self._counter(
+        self.trimmed_per_position = self._labelled_counter(
             "dspark:draft_tokens_trimmed_per_pos", "Trimmed, by draft position.", position
         )
         self.predicted_accepted = self._histogram(
@@ -179,10 +203,12 @@ class Metrics:
         self.verification_budget = self._histogram(
             "dspark:verification_budget", "Drafts that a step verified in all.", _TOKENS
         ).labels(**own)
-        self.predicted_step_ms = self._histogram(
+        self.predicted_step_ms = self._labelled_histogram(
             "dspark:predicted_step_ms", "Step time of the cost model.", _STEP_MS, "bucket"
         )
-        self.step_ms = self._histogram("dspark:step_ms", "Measured step time.", _STEP_MS, "bucket")
+        self.step_ms = self._labelled_histogram(
+            "dspark:step_ms", "Measured step time.", _STEP_MS, "bucket"
+        )
         self.host_time = self._histogram(
             "dspark:host_time_seconds", "Host time of a step outside waiting.", _HOST_S
         ).labels(**own)
@@ -211,16 +237,19 @@ class Metrics:
 
     def on_step(self, report: StepReport) -> None:
         """Engine: one step has landed."""
-        own, bucket = self._labels, str(report.bucket)
         self._log.add_step()
         self.verification_budget.observe(report.budget)
-        self.step_ms.labels(**own, bucket=bucket).observe(report.step_ms)
+        self.step_ms[report.bucket].observe(report.step_ms)
         if report.predicted_ms is not None:
-            self.predicted_step_ms.labels(**own, bucket=bucket).observe(report.predicted_ms)
+            self.predicted_step_ms[report.bucket].observe(report.predicted_ms)
         self.host_time.observe(report.host_s)
-        self.drafter_skipped_steps.inc(report.is_drafter_skipped)
-        self.non_finite_rows.inc(report.num_non_finite)
-        self.sanitised_confidences.inc(report.num_sanitised)
+        for counter, count in (
+            (self.drafter_skipped_steps, report.is_drafter_skipped),
+            (self.non_finite_rows, report.num_non_finite),
+            (self.sanitised_confidences, report.num_sanitised),
+        ):
+            if count:
+                counter.inc(count)
         if report.predicted_accepted is not None:
             self.predicted_accepted.observe(report.predicted_accepted)
         self._on_drafts(report)
@@ -248,7 +277,9 @@ class Metrics:
         )
         for counter, counts in by_position:
             for position, count in enumerate(counts.tolist()):
-                counter.labels(**self._labels, position=str(position)).inc(count)
+                child = counter[position]  # shows as 0 from now on
+                if count:
+                    child.inc(count)
         if report.confidences is not None:
             self._calibration.update(
                 report.confidences[rows], report.admitted[rows], report.accepted[rows]
