@@ -37,10 +37,17 @@ class PackedRows(struct.PyTreeNode):
 
     def resized(self, rows: int) -> PackedRows:
         """The same rows for an executable of another size (host arrays); only unused rows may be cut off."""
-        missing = max(rows - len(self.ints), 0)
-        ints = np.pad(self.ints[:rows], ((0, missing), (0, 0)), constant_values=-1)
-        floats = np.concatenate([self.floats[:rows], np.tile(_PADDING_FLOATS, (missing, 1))])
-        return PackedRows(ints=ints, floats=floats)
+        kept = min(rows, len(self.ints))
+        resized = unused_rows(rows)
+        resized.ints[:kept], resized.floats[:kept] = self.ints[:kept], self.floats[:kept]
+        return resized
+
+
+def unused_rows(rows: int) -> PackedRows:
+    """Rows that no request owns, as writable host arrays."""
+    floats = np.empty((rows, NUM_FLOATS), np.float32)
+    floats[:] = _PADDING_FLOATS
+    return PackedRows(ints=np.full((rows, NUM_INTS), -1, np.int32), floats=floats)
 
 
 class PackedPlan(struct.PyTreeNode):
@@ -82,34 +89,35 @@ def pack(plan: StepPlan, *, rows: int) -> PackedPlan:
     """Pack `plan` for an executable of `plan.bucket` tokens and `rows` request rows (NumPy, on the host)."""
     if len(plan.rows) > rows:
         raise ValueError(f"{len(plan.rows)} rows do not fit an executable of {rows}")
-    ints = np.full((rows, NUM_INTS), -1, np.int32)
-    floats = np.tile(_PADDING_FLOATS, (rows, 1))
+    packed = unused_rows(rows)
+    ints, floats = packed.ints, packed.floats
     prompt_ids = np.zeros(plan.bucket, np.int32)
     used = 0
-    for i, row in enumerate(plan.rows):
+    # One assignment for all rows: NumPy converts a list of them faster than one after the other.
+    int_rows: list[tuple[int, ...]] = []
+    float_rows: list[tuple[float, ...]] = []
+    for row in plan.rows:
         count = 0
         if row.prompt_ids is not None:
             count = len(row.prompt_ids)
             prompt_ids[used : used + count] = row.prompt_ids
             used += count
         low, high = _signed(row.seed & 0xFFFFFFFF), _signed(row.seed >> 32)
-        ints[i] = (
+        int_rows.append(
             (row.slot, count, row.start, row.samples, row.draft_cap, plan.min_depth)
             + (row.limit, row.prompt_len, row.min_len, low, high, row.top_k)
             + (row.wants_logprobs, row.wants_prompt_logprobs)
             + row.stop_ids
             + (-1,) * (MAX_STOP_IDS - len(row.stop_ids))
         )
-        floats[i] = (
-            row.temperature,
-            row.top_p,
-            row.min_p,
-            row.presence_penalty,
-            row.frequency_penalty,
-            row.repetition_penalty,
+        float_rows.append(
+            (row.temperature, row.top_p, row.min_p)
+            + (row.presence_penalty, row.frequency_penalty, row.repetition_penalty)
         )
+    if plan.rows:
+        ints[: len(plan.rows)], floats[: len(plan.rows)] = int_rows, float_rows
     return PackedPlan(
-        rows=PackedRows(ints=ints, floats=floats),
+        rows=packed,
         prompt_ids=prompt_ids,
         budget=np.int32(plan.budget),
         page_table=plan.page_table,
