@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernel_timing import time_ms, time_torch_ms, torch_on_gpu
+from dspark_jax.decode.allocate import allocate
 from dspark_jax.kernels import compress as compress_op
 from dspark_jax.kernels import hyper as hyper_op
 from dspark_jax.kernels.compress import cases as compress_cases
@@ -26,6 +28,9 @@ from dspark_jax.kernels.hyper import cases as hyper_cases
 from dspark_jax.kernels.hyper import pallas_triton as hyper
 from dspark_jax.kernels.index_topk import cases as index_cases
 from dspark_jax.kernels.index_topk import pallas_triton as index
+from dspark_jax.kernels.linear import cases as linear_cases
+from dspark_jax.kernels.linear import pallas_triton as linear
+from dspark_jax.kernels.linear.reference import stacked_linear_reference
 from dspark_jax.kernels.quantized import take
 from dspark_jax.kernels.sparse_mla import cases as mla_cases
 from dspark_jax.kernels.sparse_mla import pallas_triton as mla
@@ -66,6 +71,12 @@ def relative_error(actual: Any, expected: Any) -> float:
     if not (np.isfinite(actual).all() and np.isfinite(expected).all()):
         return float("inf")
     return float(np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-30))
+
+
+def _nearest(tiles: list[Any], default: Any, *, most: int) -> list[Any]:
+    """Tiles that differ from the default in 1 to `most` sizes, nearest first."""
+    distances = [(_differing(tile, default), n, tile) for n, tile in enumerate(tiles)]
+    return [tile for distance, _, tile in sorted(distances) if 0 < distance <= most]
 
 
 def _differing(a: Any, b: Any) -> int:
@@ -130,15 +141,23 @@ def _sparse_mla(model: str, case: mla_cases.Case, dispatch: Dispatch) -> Problem
         capability=dispatch.capability,
     )
     variants = {}
-    for heads, keys, part, splits, stages in itertools.product(
-        (32, 64), (32, 64), (128, 256, 512), {default.splits, 1, 2 * default.splits}, (2, 3, 5)
-    ):
-        changed = (keys == 32) + (splits != default.splits) + (stages == 2)
-        if tokens not in (16, 64, 256, 2048) or changed > 1 or splits > 10:
-            continue
-        sizes = {"heads": heads, "keys": keys, "part": part, "splits": splits, "stages": stages}
-        tile = dataclasses.replace(default, **sizes, warps=heads // 8)
-        variants[label(tile)] = partial(run, tile)
+    tiles = [
+        mla.Tile(heads, keys, step_keys, part, splits, warps, stages)
+        for heads, keys, step_keys, part, splits, warps, stages in itertools.product(
+            (32, 64),
+            (32, 64, 128),
+            (16, 64),
+            (128, 256, 512),
+            sorted({default.splits, 1, 2 * default.splits} if tokens <= 256 else {1}),
+            (4, 8),
+            (1, 2, 3, 4, 5),
+        )
+        if step_keys <= keys and splits <= 10
+    ]
+    # Heads and warps go together: each warp sums for eight heads.
+    for tile in _nearest(tiles, default, most=3):
+        if tile.warps == tile.heads // 8:
+            variants[label(tile)] = partial(run, tile)
     seen = tokens * rows
     return Problem(
         kernel="sparse_mla",
@@ -151,7 +170,24 @@ def _sparse_mla(model: str, case: mla_cases.Case, dispatch: Dispatch) -> Problem
         expected_ms=max(0.02, seen * case.heads * case.width * 4 / 2e11),
         tile=default,
         variants=variants,
+        peers=_flash_mla_peers(tokens, case.heads, rows),
     )
+
+
+def _flash_mla_peers(tokens: int, heads: int, rows: int) -> dict[str, Callable[[], float]]:
+    """FlashMLA's sparse forward over bfloat16 rows of 576 channels (512 of them values), if it is installed."""
+    torch = torch_on_gpu()
+    if torch is None or importlib.util.find_spec("flash_mla") is None:
+        return {}
+    import flash_mla  # pyright: ignore[reportMissingImports]
+
+    def measure() -> float:
+        q = torch.randn(tokens, heads, 576, device="cuda", dtype=torch.bfloat16)
+        pool = torch.randn(POOL, 1, 576, device="cuda", dtype=torch.bfloat16)
+        places = torch.randint(0, POOL, (tokens, 1, rows), device="cuda", dtype=torch.int32)
+        return time_torch_ms(lambda: flash_mla.flash_mla_sparse_fwd(q, pool, places, 576**-0.5))
+
+    return {"FlashMLA bf16, 576 channels": measure}
 
 
 # --- indexer -----------------------------------------------------------------------------------
@@ -356,12 +392,16 @@ def _expert(tokens: int, storage: str, stack: _LazyStack, dispatch: Dispatch) ->
         capability=dispatch.capability,
     )
     variants = {}
-    for rows, columns, depth, warps, stages in itertools.product(
-        (16, 32, 64, 128), (64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5)
-    ):
-        tile = expert.Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages)
-        if tokens in (64, 2048) and _differing(tile, default) == 1:
-            variants[label(tile)] = partial(run, tile)
+    # A tile of fp8 or fp4 weights is at most 128 columns of the input deep.
+    depths = (32, 64, 128) if storage == "plain" else (64, 128)
+    tiles = [
+        expert.Tile(*sizes)
+        for sizes in itertools.product(
+            (16, 32, 64, 128), (32, 64, 128, 256), depths, (2, 4, 8), (1, 2, 3, 4, 5, 6)
+        )
+    ]
+    for tile in _nearest(tiles, default, most=2):
+        variants[label(tile)] = partial(run, tile)
     active = len(np.unique(np.asarray(made["expert_ids"])))
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves((w_gate_up, w_down))) / layers
     flops = 2.0 * tokens * size["k"] * 3 * size["model"] * size["width"]
@@ -433,6 +473,155 @@ def _plan(tokens: int, dispatch: Dispatch) -> Problem:
     )
 
 
+# --- linears -----------------------------------------------------------------------------------
+
+
+def linear_problems(dispatch: Dispatch) -> Iterator[Callable[[], Problem]]:
+    """All linears of a Flash layer one after the other, read from stacks of layers."""
+    for storage, sizes in (("fp8", (1, 16, 64, 256, 512, 1024, 2048)), ("plain", (16, 256, 1024))):
+        for tokens in sizes:
+            yield partial(_linear, tokens, storage, dispatch)
+
+
+def _linear(tokens: int, storage: str, dispatch: Dispatch) -> Problem:
+    layers = 4
+    arrays = {}
+    for number, (name, (outputs, inner, groups)) in enumerate(linear_cases.FLASH.items()):
+        x_key, w_key = jax.random.split(jax.random.key(number))
+        shape = (1, groups * outputs, inner)
+        layer = jax.jit(_finite_weight, static_argnums=(1, 2))(w_key, shape, storage)
+        stack = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * layers), layer)
+        arrays[name] = jax.random.normal(x_key, (tokens, groups, inner), jnp.bfloat16), stack
+
+    def tile_of(name: str) -> linear.Tile:
+        outputs, inner, groups = linear_cases.FLASH[name]
+        return linear.default_tile(
+            tokens=tokens,
+            outputs=outputs * groups,
+            inner=inner,
+            plain=storage == "plain",
+            capability=dispatch.capability,
+        )
+
+    def run(change, arrays, i):
+        return {
+            name: linear.stacked_linear_pallas(
+                x, stack, layer=i % layers, dispatch=dispatch, tile=change(tile_of(name))
+            )
+            for name, (x, stack) in arrays.items()
+        }
+
+    def expanded(arrays, i):
+        return {
+            name: stacked_linear_reference(x, stack, layer=i % layers)
+            for name, (x, stack) in arrays.items()
+        }
+
+    def check() -> float:
+        outs = jax.jit(partial(run, lambda tile: tile))(arrays, jnp.int32(1))
+        expected = jax.jit(expanded)(arrays, jnp.int32(1))
+        return max(relative_error(outs[name], expected[name]) for name in arrays)
+
+    variants = {}
+    for sizes in (
+        {"columns": 32},
+        {"columns": 64},
+        {"rows": 16},
+        {"rows": 32},
+        {"rows": 128, "warps": 8},
+        {"rows": 128},
+        {"depth": 64},
+        {"stages": 2},
+        {"stages": 5},
+        {"warps": 8},
+        {"splits": 1},
+        {"splits": 2},
+        {"splits": 8},
+        {"columns": 64, "splits": 4},
+        {"columns": 32, "splits": 4},
+    ):
+        change = partial(dataclasses.replace, **sizes)
+        variants[" ".join(f"{k}={v}" for k, v in sizes.items())] = partial(
+            run, lambda tile, change=change: change(tile)
+        )
+    stacks = [stack for _, stack in arrays.values()]
+    weights = sum(int(np.prod(stack.shape[1:])) for stack in stacks)
+    return Problem(
+        kernel="linear",
+        case=f"{storage} {tokens} tokens",
+        arguments=arrays,
+        run=partial(run, lambda tile: tile),
+        check=check,
+        num_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(stacks)) / layers,
+        flops=2.0 * tokens * weights,
+        expected_ms=max(0.1, tokens * weights * 2 / 2.5e11),
+        tile=tile_of("w_o_b"),
+        variants=variants,
+        peers={"expanded, XLA": lambda: time_ms(expanded, arrays, 0.5)},
+    )
+
+
+# --- allocation --------------------------------------------------------------------------------
+
+
+def allocate_problems(dispatch: Dispatch) -> Iterator[Callable[[], Problem]]:
+    """The budget over all pending drafts: XLA on every device, no kernel of ours."""
+    del dispatch
+    for rows in (16, 256):
+        yield partial(_allocate, rows, 7)
+
+
+def _allocate(rows: int, drafts: int) -> Problem:
+    confidences = jax.random.uniform(jax.random.key(11), (rows, drafts))
+    caps = jnp.full(rows, drafts, jnp.int32)
+    total = rows * drafts
+
+    def run(arrays, i):
+        confidences, caps = arrays
+        return allocate(confidences, caps, total // 2 + i % 2)
+
+    def check() -> float:
+        lens = np.asarray(jax.jit(run)((confidences, caps), jnp.int32(0)))
+        survival = np.cumprod(np.asarray(confidences), axis=1)
+        expected = (survival >= np.sort(survival.ravel())[-(total // 2)]).sum(axis=1)
+        return 0.0 if (lens == expected).all() else float("inf")
+
+    peers: dict[str, Callable[[], float]] = {}
+    torch = torch_on_gpu()
+    if torch is not None:
+        peers["torch.compile"] = partial(_torch_allocate_ms, torch, confidences, total // 2)
+    return Problem(
+        kernel="allocate",
+        case=f"{rows} requests of {drafts}",
+        arguments=(confidences, caps),
+        run=run,
+        check=check,
+        num_bytes=8.0 * total,
+        flops=0.0,
+        expected_ms=0.05,
+        peers=peers,
+    )
+
+
+def _torch_allocate_ms(torch: Any, confidences: jax.Array, budget: int) -> float:
+    rows, drafts = confidences.shape
+    given = torch.tensor(np.asarray(confidences), device="cuda")
+    caps = torch.full((rows,), drafts, device="cuda")
+
+    @torch.compile(mode="reduce-overhead")
+    def admitted(given: Any, caps: Any) -> Any:
+        survival = torch.cumprod(given.clamp(0, 1), dim=1)
+        closed = torch.arange(drafts, device="cuda") >= caps[:, None]
+        order = torch.argsort(
+            survival.masked_fill(closed, -1.0).T.reshape(-1), descending=True, stable=True
+        )
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(rows * drafts, device="cuda")
+        return ((budget > rank.reshape(drafts, rows).T) & ~closed).sum(dim=1)
+
+    return time_torch_ms(lambda: admitted(given, caps))
+
+
 # --- hyper-connections and compressor ----------------------------------------------------------
 
 
@@ -465,14 +654,23 @@ def _hyper_enter(tokens: int, model: int, dispatch: Dispatch) -> Problem:
 
     default = hyper.default_tile(tokens=tokens, inner=4 * model, capability=dispatch.capability)
     variants = {}
-    for depth, splits, stages, mix_warps in itertools.product(
-        (128, 256, 512), (1, 2, 4, 8, 16, 32), (2, 3, 4), (4, 8, 16)
-    ):
-        tile = dataclasses.replace(
-            default, depth=depth, splits=splits, stages=stages, mix_warps=mix_warps
+    # More tokens per tile read the projection's weights less often, and need more splits to fill the device.
+    tiles = [
+        hyper.Tile(block, depth, splits, warps, stages, mix_warps)
+        for block, depth, splits, warps, stages, mix_warps in itertools.product(
+            (16, 32, 64, 128),
+            (64, 128, 256),
+            (1, 2, 4, 8, 16, 32),
+            (2, 4, 8),
+            (2, 3, 4),
+            (1, 2, 4, 8),
         )
-        if _differing(tile, default) == 1 and 4 * model % (depth * splits) == 0:
-            variants[label(tile)] = partial(run, tile)
+        if 4 * model % (depth * splits) == 0
+        and splits * -(-tokens // block) >= 64
+        and splits * tokens <= 16384
+    ]
+    for tile in _nearest(tiles, default, most=3):
+        variants[label(tile)] = partial(run, tile)
     return Problem(
         kernel="hyper_enter",
         case=f"{tokens}x4x{model}",
@@ -568,6 +766,8 @@ PROBLEMS: dict[str, Callable[[Dispatch], Iterator[Callable[[], Problem]]]] = {
     "index_topk": index_topk_problems,
     "expert_plan": plan_problems,
     "expert_mlp": expert_problems,
+    "linear": linear_problems,
     "hyper": hyper_problems,
     "compress": compress_problems,
+    "allocate": allocate_problems,
 }

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,25 @@ class Ceilings:
     flops: float
 
 
-def time_ms(run: Callable[[Any, jax.Array], Any], arguments: Any, expected_ms: float) -> float:
-    """Median device time of one `run(arguments, i)` in ms, over five programs of many iterations i.
+class Repeated(NamedTuple):
+    """A compiled program that runs something `repeats` times."""
+
+    program: Callable[[Any], Any]
+    repeats: int
+
+    def time_ms(self, arguments: Any) -> float:
+        """Median time of one repetition in ms, over five runs after one that warms up."""
+        jax.block_until_ready(self.program(arguments))
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            jax.block_until_ready(self.program(arguments))
+            times.append(time.perf_counter() - begin)
+        return 1e3 * statistics.median(times) / self.repeats
+
+
+def repeat(run: Callable[[Any, jax.Array], Any], arguments: Any, expected_ms: float) -> Repeated:
+    """`run(arguments, i)` for many i as one compiled program. May be called from several threads at once.
 
     `run` must depend on i, or the compiler hoists it out of the loop: pass a layer `i % layers`, which also keeps
     the level-two cache cold.
@@ -38,13 +55,12 @@ def time_ms(run: Callable[[Any, jax.Array], Any], arguments: Any, expected_ms: f
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         return lax.fori_loop(0, repeats, lambda i, _: run(arguments, i), start)
 
-    jax.block_until_ready(program(arguments))
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        jax.block_until_ready(program(arguments))
-        times.append(time.perf_counter() - begin)
-    return 1e3 * statistics.median(times) / repeats
+    return Repeated(program.lower(arguments).compile(), repeats)
+
+
+def time_ms(run: Callable[[Any, jax.Array], Any], arguments: Any, expected_ms: float) -> float:
+    """Median device time of one `run(arguments, i)` in ms; see `repeat`."""
+    return repeat(run, arguments, expected_ms).time_ms(arguments)
 
 
 def time_torch_ms(run: Callable[[], Any], repeats: int = 20) -> float:

@@ -1,9 +1,11 @@
 """Time the Triton kernels on one GPU, beside the device's ceilings and other implementations.
 
-    python -m benchmarks.kernels [--only sparse_mla expert_mlp] [--tune] [--limit-s 460]
+    python -m benchmarks.kernels [--only sparse_mla expert_mlp] [--tune [2048 ...]] [--limit-s 460]
 
 Each case is first compared with its reference; a case that fails is reported, and the rest still runs. `--tune`
-also times other tile sizes and prints the best. Results go to `kernels.json` in $OUT or the working directory.
+also times other tile sizes and prints the best: they are compiled on all cores, as far as `--tune-s` seconds per
+case go. Results go to `kernels.json` in $OUT or the working directory (`--output` names another file), written
+after every case, so that a run which is cut off leaves what it found.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +27,22 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 
 from benchmarks.kernel_problems import PROBLEMS, Problem, label
-from benchmarks.kernel_timing import Ceilings, measure_ceilings, time_ms
+from benchmarks.kernel_timing import Ceilings, measure_ceilings, repeat, time_ms
 from dspark_jax.kernels.dispatch import Backend, default_dispatch
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; the exit status is the number of cases that failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Time the Triton kernels.")
     parser.add_argument("--only", nargs="*", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--tune", action="store_true", help="time other tile sizes too")
+    parser.add_argument(
+        "--tune",
+        nargs="*",
+        metavar="TEXT",
+        help="time other tile sizes too, of cases whose name has one of these texts",
+    )
+    parser.add_argument("--tune-s", type=float, default=30.0, help="seconds of tuning per case")
+    parser.add_argument("--output", default="kernels.json", help="name of the result file")
     parser.add_argument(
         "--limit-s", type=float, default=460.0, help="start no case after this time"
     )
@@ -51,27 +63,32 @@ def main(argv: list[str] | None = None) -> int:
         flush=True,
     )
     results: list[dict[str, Any]] = []
+    report = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "command": " ".join(["python -m benchmarks.kernels", *(argv or sys.argv[1:])]),
+        "bytes_per_s": ceilings.bytes_per_s,
+        "flops": ceilings.flops,
+        "results": results,
+    }
+    path = Path(os.environ.get("OUT", ".")) / options.output
     for name in options.only:
         for build in PROBLEMS[name](dispatch):
             if time.monotonic() - begin > options.limit_s:
                 print(f"{name}: out of time")
                 break
-            results.append(_run(name, build, ceilings, options.tune, begin + options.limit_s))
-    report = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "bytes_per_s": ceilings.bytes_per_s,
-        "flops": ceilings.flops,
-        "results": results,
-    }
-    path = Path(os.environ.get("OUT", ".")) / "kernels.json"
-    path.write_text(json.dumps(report, indent=1))
+            tuned = None if options.tune is None else (options.tune or [""])
+            results.append(_run(name, build, ceilings, tuned, options.tune_s))
+            path.write_text(json.dumps(report, indent=1))
     failed = [r for r in results if r.get("failure")]
     print(f"{len(results)} cases, {len(failed)} failed, {time.monotonic() - begin:.0f} s, {path}")
     return len(failed)
 
 
-def _run(name: str, build: Any, ceilings: Ceilings, tune: bool, deadline: float) -> dict[str, Any]:
+def _run(
+    name: str, build: Any, ceilings: Ceilings, tuned: list[str] | None, tune_s: float
+) -> dict[str, Any]:
     """Check, time and print one case. A failure is part of the result: the other cases must still run."""
     result: dict[str, Any] = {"kernel": name}
     try:
@@ -85,8 +102,8 @@ def _run(name: str, build: Any, ceilings: Ceilings, tune: bool, deadline: float)
         )
         print("\n".join(traceback.format_exc().splitlines()[-6:])[:1500], flush=True)
         return result
-    if tune:
-        result["tiles"] = _tune(problem, result["ms"], deadline)
+    if tuned is not None and any(text in problem.case for text in tuned):
+        result["tiles"] = _tune(problem, result["ms"], tune_s)
     return result
 
 
@@ -119,23 +136,41 @@ def _measure(problem: Problem, ceilings: Ceilings) -> dict[str, Any]:
     }
 
 
-def _tune(problem: Problem, default_ms: float, deadline: float) -> dict[str, Any]:
-    """Times of the variants in ms (text where one does not compile); prints those that beat the default by 3 %."""
+def _tune(problem: Problem, default_ms: float, seconds: float) -> dict[str, Any]:
+    """Times of the variants in ms (text where one does not compile); prints those that beat the default by 3 %.
+
+    All cores compile first, for two thirds of the time; nothing compiles while something is timed.
+    """
     times: dict[str, Any] = {}
-    for name, run in problem.variants.items():
-        if time.monotonic() > deadline:
-            break
+    begin = time.monotonic()
+
+    def build(run: Any) -> Any:
+        if time.monotonic() - begin > seconds * 2 / 3:
+            return None
         try:
-            times[name] = time_ms(run, problem.arguments, problem.expected_ms)
+            return repeat(run, problem.arguments, problem.expected_ms)
         except Exception as error:
-            times[name] = f"{type(error).__name__}: {str(error)[:160]}"
+            return f"{type(error).__name__}: {str(error)[:160]}"
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        built = list(pool.map(build, problem.variants.values()))
+    for name, program in zip(problem.variants, built):
+        if isinstance(program, str):
+            times[name] = program
+        elif program is not None and time.monotonic() - begin < seconds:
+            times[name] = program.time_ms(problem.arguments)
+    skipped = len(problem.variants) - len(times)
     timed = sorted((t, name) for name, t in times.items() if isinstance(t, float))
     for ms, name in timed[:3]:
         if ms < 0.97 * default_ms:
             print(f"  better: {ms:.4f} ms with {name}", flush=True)
     refused = sum(not isinstance(t, float) for t in times.values())
     if times:
-        print(f"  {len(timed)} other tiles timed, {refused} refused; default {label(problem.tile)}")
+        print(
+            f"  {len(timed)} other tiles timed, {refused} refused, {skipped} out of time; "
+            f"default {label(problem.tile)}",
+            flush=True,
+        )
     return times
 
 
