@@ -93,8 +93,8 @@ class Params(struct.PyTreeNode):
 class Spec(NamedTuple):
     """Shape, logical axes and storage of one parameter leaf.
 
-    `axes` has one logical name per dimension (`model/sharding.py` maps them to a mesh); `storage` is how a
-    released checkpoint keeps it: "fp8", "expert" (fp4 or fp8 by `expert_dtype`), "bf16", "f32" or "i64".
+    `axes` has one logical name per dimension; `storage` is how a released checkpoint keeps it: "fp8", "expert"
+    (fp4 or fp8 by `expert_dtype`), "bf16", "f32" or "i64".
     """
 
     shape: tuple[int, ...]
