@@ -69,7 +69,7 @@ def _environment() -> str:
     """What a program depends on beyond its key: versions, device, host processor, and the traced source."""
     source = hashlib.sha256()
     root = Path(dspark_jax.__file__).parent
-    files = [root / "config.py", root / "shapes.py"]
+    files = [root / "config.py"]
     files += [path for name in _TRACED_FOLDERS for path in sorted((root / name).rglob("*.py"))]
     for path in files:
         source.update(path.read_bytes())
