@@ -30,6 +30,11 @@ LOG2_E = 1.4426950408889634
 _MULTIPROCESSORS = {90: 132, 100: 148, 103: 148}
 
 
+def is_addressable(array: jax.Array) -> bool:
+    """Whether a kernel can reach all of an array: 64-bit offsets begin at 2**32 *bytes*, but count elements."""
+    return not 2**31 < array.size <= 2**32 // array.dtype.itemsize
+
+
 def triton_call(
     body: Callable[..., None],
     *args: jax.Array,
@@ -46,8 +51,7 @@ def triton_call(
       ValueError: an argument has more elements than the lowering's 32-bit offsets can address.
     """
     for array in (*args, *jax.tree.leaves(out_shape)):
-        # The lowering takes 64-bit offsets from 2**32 bytes on, but offsets count elements.
-        if 2**31 < array.size <= 2**32 // array.dtype.itemsize:
+        if not is_addressable(array):
             raise ValueError(
                 f"{name}: an array of {array.size} one-byte elements overflows 32-bit offsets; "
                 "split it or pad it beyond 4 GiB"

@@ -22,8 +22,9 @@ from dspark_jax.kernels.quantized import (
     Fp4Weight,
     Fp8Weight,
     Weight,
+    take,
 )
-from dspark_jax.kernels.triton import dot
+from dspark_jax.kernels.triton import dot, is_addressable
 
 # A nibble s e e m moved into an e4m3 byte is its value times 2**-6, subnormal 0.5 included. Four bytes at a time:
 # place them, convert two and two, multiply by the scale, which carries 2**6.
@@ -53,6 +54,17 @@ def weight_arrays(weight: Weight) -> tuple[jax.Array, ...]:
     if isinstance(weight, Fp8Weight):
         return weight.weight, weight.scale
     return (weight,)
+
+
+def reachable(stack: Weight, layer: jax.Array | int) -> tuple[Weight, jax.Array]:
+    """A stack and the index of a layer, int32 [1], as a kernel takes them.
+
+    Of a stack with more one-byte elements than offsets reach (2**31 to 2**32: three layers of Flash's w2 in fp4,
+    61 of Pro's w_o_a) the layer is cut out, which costs a copy.
+    """
+    if not all(is_addressable(array) for array in weight_arrays(stack)):
+        stack, layer = jax.tree.map(lambda leaf: leaf[None], take(stack, (layer,))), 0
+    return stack, jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 def operand(x: jax.Array, weight: Weight) -> jax.Array:

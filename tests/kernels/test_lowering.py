@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import pytest
 
@@ -20,18 +22,33 @@ def test_every_kernel_lowers_at_published_sizes(name: str, tokens: int) -> None:
     assert num_kernels(text) == kernels
 
 
-def test_one_byte_stack_beyond_the_offsets_is_refused() -> None:
-    arguments = {
+def experts(storage: str, layers: int) -> dict[str, Any]:
+    """Abstract arguments of Flash's experts for a few tokens."""
+    return {
         "x": halves(8, 4096),
         "expert_ids": ints(8, 6),
         "weights": floats(8, 6),
-        "w_gate_up": weight("fp4", 3, 256, 4096, 4096),
-        "w_down": weight("fp4", 3, 256, 4096, 2048),
+        "w_gate_up": weight(storage, layers, 256, 4096, 4096),
+        "w_down": weight(storage, layers, 256, 4096, 2048),
     }
+
+
+def lower_experts(storage: str, layers: int) -> str:
+    dispatch = Dispatch(Backend.PALLAS)
+    return lower_for_cuda(
+        lambda tree: expert_mlp(**tree, layer=jnp.int32(0), limit=10.0, dispatch=dispatch),
+        experts(storage, layers),
+    )
+
+
+def test_a_layer_is_cut_from_a_one_byte_stack_beyond_the_offsets() -> None:
+    """Three layers of w2 in fp4 are 3 * 2**30 bytes, of w1 and w3 6 * 2**30."""
+    text = lower_experts("fp4", 3)
+    assert num_kernels(text) == 4
+    assert "-> tensor<1x256x4096x1024xui8>" in text
+    assert "-> tensor<1x256x4096x2048xui8>" not in text
+
+
+def test_one_byte_layer_beyond_the_offsets_is_refused() -> None:
     with pytest.raises(ValueError, match="overflows 32-bit offsets"):
-        lower_for_cuda(
-            lambda tree: expert_mlp(
-                **tree, layer=jnp.int32(0), limit=10.0, dispatch=Dispatch(Backend.PALLAS)
-            ),
-            arguments,
-        )
+        lower_experts("fp8", 1)

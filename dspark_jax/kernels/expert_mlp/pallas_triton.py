@@ -28,6 +28,7 @@ from dspark_jax.kernels.weight_tile import (
     operand_dtype,
     power_of_two_factor,
     product,
+    reachable,
     weight_arrays,
 )
 
@@ -85,7 +86,8 @@ def expert_mlp_pallas(
     )
     plan = make_plan(expert_ids, experts=experts, rows=tile.rows, dispatch=dispatch)
     tiles = plan.counts.shape[0]
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    w_gate_up, up_layer = reachable(w_gate_up, layer)
+    w_down, down_layer = reachable(w_down, layer)
     half = power_of_two_factor(width, tile.columns // 2)
     halved = isinstance(w_down, Fp4Weight)
     hidden_shape = (2, tokens * k, width // 2) if halved else (tokens * k, width)
@@ -100,7 +102,7 @@ def expert_mlp_pallas(
             interpret=dispatch.interpret,
         ),
         *plan,
-        layer,
+        up_layer,
         operand(x, w_gate_up),
         weights.reshape(-1),
         *weight_arrays(w_gate_up),
@@ -115,7 +117,7 @@ def expert_mlp_pallas(
     rows = triton_call(
         partial(_down, tile=tile, columns=columns, interpret=dispatch.interpret),
         *plan,
-        layer,
+        down_layer,
         hidden,
         *weight_arrays(w_down),
         grid=(model // columns, tiles),

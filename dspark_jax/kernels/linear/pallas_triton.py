@@ -24,6 +24,7 @@ from dspark_jax.kernels.weight_tile import (
     operand,
     power_of_two_factor,
     product,
+    reachable,
     weight_arrays,
 )
 
@@ -75,9 +76,10 @@ def stacked_linear_pallas(
         capability=dispatch.capability,
     )
     columns = power_of_two_factor(outputs, tile.columns)
+    stack, layer = reachable(stack, layer)
     out = triton_call(
         partial(_product, tile=tile, columns=columns, interpret=dispatch.interpret),
-        jnp.asarray(layer, jnp.int32).reshape(1),
+        layer,
         operand(x, stack),
         *weight_arrays(stack),
         grid=(outputs * groups // columns, pl.cdiv(tokens, tile.rows), tile.splits),
