@@ -49,9 +49,11 @@ def fill(page: str, results: Path) -> str:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """One result as Markdown: of these benchmarks, or of `bench sweep`."""
+    """One result as Markdown: of these benchmarks, of `benchmarks.kernels` or of `bench sweep`."""
     if "points" in data:
         return _sweep(data)
+    if "bytes_per_s" in data:
+        return _kernels(data)
     verdict = "Kept" if data["is_kept"] else "**Broken**"
     lines = [
         markdown_table(data["rows"]),
@@ -79,6 +81,28 @@ def _sweep(data: Mapping[str, Any]) -> str:
     device = ", ".join(environment["gpus"]) or environment["platform"]
     lines.append(f"\n{device}, Python {environment['python']}, jax {environment['jax']}.")
     return "\n".join(lines) + "\n"
+
+
+def _kernels(data: Mapping[str, Any]) -> str:
+    """Times of kernels beside the two ceilings of the same run, and other implementations' times."""
+    rows = [
+        {
+            "kernel": result["kernel"],
+            "case": result["case"],
+            "ms": result["ms"],
+            "TB/s": result["bytes_per_s"] / 1e12,
+            "of copy": f"{result['bytes_per_s'] / data['bytes_per_s']:.0%}",
+            "TFLOP/s": result["flops"] / 1e12,
+            "of product": f"{result['flops'] / data['flops']:.0%}",
+            "others, ms": ", ".join(f"{n} {ms:.3g}" for n, ms in result["peers_ms"].items()),
+        }
+        for result in data["results"]
+    ]
+    measured = f", {data['date']}" if "date" in data else ""
+    return (
+        f"{markdown_table(rows)}\nCeilings of the same run: a copy moves {data['bytes_per_s'] / 1e12:.2f} TB/s, a "
+        f"bfloat16 product {data['flops'] / 1e12:.0f} TFLOP/s. {data['device']}, jax {data['jax']}{measured}.\n"
+    )
 
 
 def _environment(environment: Mapping[str, Any]) -> str:
