@@ -7,26 +7,27 @@ from dspark_jax.budget import BudgetDecision, DraftMode, DraftSkipper
 DRAFT, PROBE, SKIP = DraftMode.DRAFT, DraftMode.PROBE, DraftMode.SKIP
 
 
-def decision(*, plain_ms=1.0, predicted_ms=2.0, num_query_tokens=64, num_draft_tokens=448):
+def decision(*, gain=0.0, num_sampling=10, num_draft_tokens=448):
+    """A step whose budget is predicted to be faster than ordinary decoding by the fraction `gain`."""
     return BudgetDecision(
         budget=0,
-        num_tokens=num_query_tokens,
-        num_query_tokens=num_query_tokens,
+        num_tokens=64,
+        num_query_tokens=64,
         num_draft_tokens=num_draft_tokens,
-        num_sampling=10,
-        predicted_ms=predicted_ms,
-        predicted_tokens=10.0,
-        plain_ms=plain_ms,
+        num_sampling=num_sampling,
+        predicted_ms=1.0 / (1.0 + gain),
+        predicted_tokens=float(num_sampling),
+        plain_ms=1.0,
         num_sanitised=0,
     )
 
 
 def losing(**kwargs):
-    return decision(**kwargs)
+    return decision(gain=-0.1, **kwargs)
 
 
 def winning(**kwargs):
-    return decision(predicted_ms=0.5, **kwargs)
+    return decision(gain=0.1, **kwargs)
 
 
 def undrafted(**kwargs):
@@ -37,27 +38,43 @@ def modes(skipper, decisions):
     return [skipper.update(d) for d in decisions]
 
 
-def test_stops_after_patience_losing_steps_in_a_row():
-    skipper = DraftSkipper(patience=3)
-    decisions = [losing(), losing(), winning(), losing(), losing(), losing()]
-    assert modes(skipper, decisions) == [DRAFT] * 5 + [SKIP]
-    assert skipper.num_skipped == 1
+def test_stops_when_the_mean_of_its_memory_loses():
+    # After k losses of 0.1 the mean of a memory of 8 is 0.1 (1 - (7/8)^k): 0.0125, 0.0234.
+    skipper = DraftSkipper(memory=8, margin=0.02)
+    assert modes(skipper, [losing()] * 3) == [DRAFT, SKIP, SKIP]
+    assert skipper.num_skipped == 2
+
+
+def test_wins_now_and_then_do_not_keep_it_going():
+    # Two losses of 0.1 for every win of 0.1: a loss of 0.033 on average, and never many in a row.
+    skipper = DraftSkipper(memory=8, margin=0.02)
+    assert SKIP in modes(skipper, [winning(), losing(), losing()] * 20)
+    skipper = DraftSkipper(memory=8, margin=0.02)
+    assert SKIP not in modes(skipper, [losing(), winning(), winning()] * 20)
 
 
 def test_steps_without_drafts_are_no_evidence():
-    skipper = DraftSkipper(patience=2)
+    skipper = DraftSkipper(memory=8, margin=0.02)
     assert modes(skipper, [losing()] + [undrafted()] * 5) == [DRAFT] * 6
     assert skipper.update(losing()) is SKIP
 
 
-def test_a_small_margin_is_not_losing():
-    skipper = DraftSkipper(patience=1, margin=0.05)
-    assert skipper.update(decision(plain_ms=1.0, predicted_ms=1.04)) is DRAFT
-    assert skipper.update(decision(plain_ms=1.0, predicted_ms=1.06)) is SKIP
+def test_a_mean_within_the_margin_is_not_losing():
+    skipper = DraftSkipper(memory=1, margin=0.05)
+    assert skipper.update(decision(gain=-0.04)) is DRAFT
+    assert skipper.update(decision(gain=-0.06)) is SKIP
+
+
+def test_believed_drafts_of_new_requests_do_not_drown_the_rest():
+    # A gain of 500 % counts as 20 %: one such step delays the end by a few steps, not by dozens.
+    skipper = DraftSkipper(memory=8, margin=0.02)
+    seen = modes(skipper, [decision(gain=5.0)] + [losing()] * 8)
+    assert seen[:3] == [DRAFT] * 3
+    assert seen[-1] is SKIP
 
 
 def test_probe_that_loses_doubles_the_interval():
-    skipper = DraftSkipper(patience=1, probe_interval=2, max_probe_interval=4, probe_len=2)
+    skipper = DraftSkipper(memory=1, probe_interval=2, max_probe_interval=4, probe_len=2)
     assert skipper.update(losing()) is SKIP
     gaps = []
     for _ in range(3):
@@ -71,21 +88,27 @@ def test_probe_that_loses_doubles_the_interval():
     assert gaps == [2, 4, 4]
 
 
-def test_probe_that_wins_resumes_and_resets():
-    skipper = DraftSkipper(patience=2, probe_interval=2, probe_len=2)
-    assert modes(skipper, [losing(), losing(), undrafted(), undrafted()]) == [
-        DRAFT,
-        SKIP,
-        SKIP,
-        PROBE,
-    ]
+def test_probe_that_turns_the_mean_resumes_and_resets_the_interval():
+    skipper = DraftSkipper(memory=1, probe_interval=2, probe_len=2)
+    assert modes(skipper, [losing(), undrafted(), undrafted()]) == [SKIP, SKIP, PROBE]
+    assert modes(skipper, [losing(), losing()]) == [PROBE, SKIP]  # now the interval is 4
+    assert modes(skipper, [undrafted()] * 4) == [SKIP] * 3 + [PROBE]
     assert modes(skipper, [winning(), winning()]) == [PROBE, DRAFT]
-    assert modes(skipper, [losing(), losing()]) == [DRAFT, SKIP]
+    assert modes(skipper, [losing(), undrafted(), undrafted()]) == [SKIP, SKIP, PROBE]
+
+
+def test_one_lucky_probe_does_not_outweigh_many_losses():
+    skipper = DraftSkipper(memory=8, margin=0.02, probe_interval=1, probe_len=1)
+    while skipper.update(decision(gain=-0.2)) is not SKIP:
+        pass
+    # The mean is -0.025; a quarter of 0.05 does not lift it above 0, a quarter of 0.2 does.
+    assert modes(skipper, [undrafted(), decision(gain=0.05)]) == [PROBE, SKIP]
+    assert modes(skipper, [undrafted(), undrafted(), decision(gain=0.2)]) == [SKIP, PROBE, DRAFT]
 
 
 def test_confidences_during_a_probe_are_not_believed():
     # The second probe step reads 1.0 everywhere and would always look winning.
-    skipper = DraftSkipper(patience=1, probe_interval=1, probe_len=3)
+    skipper = DraftSkipper(memory=1, probe_interval=1, probe_len=3)
     skipper.update(losing())
     assert modes(skipper, [undrafted(), winning(), winning(), losing()]) == [
         PROBE,
@@ -96,22 +119,25 @@ def test_confidences_during_a_probe_are_not_believed():
 
 
 def test_probe_waits_for_drafts_to_judge():
-    skipper = DraftSkipper(patience=1, probe_interval=1, probe_len=1)
+    skipper = DraftSkipper(memory=1, probe_interval=1, probe_len=1)
     skipper.update(losing())
     assert modes(skipper, [undrafted(), undrafted(), winning()]) == [PROBE, PROBE, DRAFT]
 
 
-def test_half_the_load_probes_at_once():
-    skipper = DraftSkipper(patience=1, probe_interval=100)
-    skipper.update(losing(num_query_tokens=64))
-    assert skipper.update(undrafted(num_query_tokens=33)) is SKIP
-    assert skipper.update(undrafted(num_query_tokens=32)) is PROBE
+def test_half_the_load_probes_at_once_and_forgets():
+    skipper = DraftSkipper(memory=2, probe_interval=100, probe_len=1)
+    assert modes(skipper, [losing(num_sampling=64)]) == [SKIP]
+    assert skipper.update(undrafted(num_sampling=33)) is SKIP
+    # A step of prompts alone samples nothing; that is no sign of a smaller load.
+    assert skipper.update(undrafted(num_sampling=0)) is SKIP
+    assert skipper.update(undrafted(num_sampling=32)) is PROBE
+    assert skipper.update(decision(gain=0.01, num_sampling=32)) is DRAFT
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"patience": 0},
+        {"memory": 0},
         {"probe_len": 0},
         {"probe_interval": 8, "max_probe_interval": 4},
         {"margin": -0.1},

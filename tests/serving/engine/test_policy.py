@@ -145,7 +145,7 @@ def test_adaptive_counts_prompt_tokens_but_not_their_request() -> None:
 
 
 def test_drafter_rests_while_ordinary_decoding_is_faster_and_is_probed() -> None:
-    skipper = DraftSkipper(patience=2, probe_interval=3, max_probe_interval=8, probe_len=1)
+    skipper = DraftSkipper(memory=16, probe_interval=3, max_probe_interval=8, probe_len=1)
     policy = adaptive(flat_cost(verify_ms=1.0, draft_ms=50.0), skipper)
     for serial in range(3):
         record(policy, serial, 0.1, 0.1)
@@ -176,7 +176,7 @@ def test_step_times_reach_the_live_correction() -> None:
     assert seen == [((7, 2), dict(draft=True, context_len=16.0, measured_ms=7.5))]
 
 
-@pytest.mark.parametrize("skipper", [None, DraftSkipper(patience=2, probe_interval=3)])
+@pytest.mark.parametrize("skipper", [None, DraftSkipper(memory=2, probe_interval=3)])
 async def test_adaptive_streams_are_those_of_ordinary_decoding(skipper) -> None:
     draft_ms = 0.0 if skipper is None else 30.0
     curves = CostCurves(
