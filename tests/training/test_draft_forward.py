@@ -62,7 +62,7 @@ def test_equals_inference_at_short_and_full_windows():
             n = flat[slot]
             return write_context(
                 ring,
-                context_rows(draft, BRIEF, taps[:, owner[slot]], positions),
+                context_rows(draft, BRIEF, taps[:, owner[slot]], positions, dispatch=Dispatch()),
                 slots=jnp.full(LENGTH, slot),
                 positions=positions,
                 kept=positions < n,

@@ -50,7 +50,7 @@ def draw_pareto(summaries: Summaries, path: Path) -> None:
                 )  # fmt: skip
     if axes.lines:
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        axes.set_yscale("log", base=2)
         axes.legend(fontsize=8)
     for axis in (axes.xaxis, axes.yaxis):
         _plain_ticks(axis)
