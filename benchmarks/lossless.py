@@ -54,7 +54,7 @@ class LosslessOptions(Options):
     concurrency: tuple[int, ...] = (1, 7, 32)
     """Requests in flight."""
     arms: tuple[str, ...] = tuple(_ARMS)
-    """Which servers to compare; `none`, the reference, always runs."""
+    """Which servers to compare. `none` is the reference in any case; named here, it is compared with itself."""
 
 
 def describe_difference(answer: Answer, reference: Answer) -> str:
@@ -95,7 +95,7 @@ async def compare(options: LosslessOptions) -> int:
             for choice in choices:
                 if name == "none":
                     references[choice] = await ask(server, options, prompts, choice, 1)
-                for concurrency in options.concurrency:
+                for concurrency in options.concurrency if name in options.arms else ():
                     before = await server.metrics()
                     answers = await ask(server, options, prompts, choice, concurrency)
                     counts = server_side_metrics(before, await server.metrics())
