@@ -75,19 +75,30 @@ class DraftSkipper:
         drafter.
         """
         if self.mode is DraftMode.SKIP:
-            self._remaining -= 1
-            has_halved = 0 < 2 * decision.num_sampling <= self._stopped_at_load
-            if has_halved:
-                # What was learned under twice the load says little about this one.
-                self._gain = 0.0
-            if self._remaining <= 0 or has_halved:
-                self.mode = DraftMode.PROBE
-                self._remaining = self.probe_len - 1
-        elif self.mode is DraftMode.PROBE and self._remaining > 0:
+            return self.rest(decision.num_sampling)
+        if self.mode is DraftMode.PROBE and self._remaining > 0:
             self._remaining -= 1
         elif decision.num_draft_tokens:
             self._judge(decision)
         if self.mode is DraftMode.SKIP:
+            self.num_skipped += 1
+        return self.mode
+
+    def rest(self, num_sampling: int) -> DraftMode:
+        """`update` for a step in `SKIP`, where nothing is decided but when to probe.
+
+        Args:
+            num_sampling: requests that emit a token in the step.
+        """
+        self._remaining -= 1
+        has_halved = 0 < 2 * num_sampling <= self._stopped_at_load
+        if has_halved:
+            # What was learned under twice the load says little about this one.
+            self._gain = 0.0
+        if self._remaining <= 0 or has_halved:
+            self.mode = DraftMode.PROBE
+            self._remaining = self.probe_len - 1
+        else:
             self.num_skipped += 1
         return self.mode
 

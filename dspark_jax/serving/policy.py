@@ -129,6 +129,11 @@ class AdaptiveVerification:
     def size(self, schedule: Schedule) -> StepSize:
         rows, num_rows = schedule.rows, len(schedule.rows)
         context_len = sum(r.sequence.min_len for r in rows) / num_rows
+        skipper = self._skipper
+        if skipper is not None and skipper.mode is DraftMode.SKIP and not schedule.num_draft_tokens:
+            # Most steps of a load at which drafts don't pay: there is nothing to choose from.
+            drafts = skipper.rest(sum(r.row.samples for r in rows)) is DraftMode.PROBE
+            return self._without_decision(schedule, 0, drafts, context_len)
         slots = np.array([r.sequence.slot for r in rows])
         pending_serials = np.array([r.sequence.proposal_serial for r in rows])
         decision = choose_budget(
@@ -141,7 +146,7 @@ class AdaptiveVerification:
             BudgetLimits(max_logit_rows=num_rows + schedule.max_budget),
             self._objective,
         )
-        mode = DraftMode.DRAFT if self._skipper is None else self._skipper.update(decision)
+        mode = DraftMode.DRAFT if skipper is None else skipper.update(decision)
         if mode is DraftMode.DRAFT:
             return StepSize(
                 decision.budget,
@@ -155,15 +160,32 @@ class AdaptiveVerification:
         # A step that skips the drafter still verifies what the step before it drafted.
         budget = 0 if mode is DraftMode.PROBE else decision.budget
         drafts = mode is DraftMode.PROBE
+        return self._without_decision(
+            schedule, budget, drafts, context_len, num_sanitised=decision.num_sanitised
+        )
+
+    def _without_decision(
+        self,
+        schedule: Schedule,
+        budget: int,
+        drafts: bool,
+        context_len: float,
+        *,
+        num_sanitised: int = 0,
+    ) -> StepSize:
+        """A step whose size the skipper has settled; nothing is predicted but its time."""
         predicted_ms = self._cost.step_ms(
-            schedule.num_tokens + budget, num_rows, draft=drafts, context_len=context_len
+            schedule.num_tokens + budget,
+            len(schedule.rows),
+            draft=drafts,
+            context_len=context_len,
         )
         return StepSize(
             budget,
             drafts=drafts,
             predicted_ms=predicted_ms,
             min_depth=self._objective.min_depth,
-            num_sanitised=decision.num_sanitised,
+            num_sanitised=num_sanitised,
             context_len=context_len,
         )
 

@@ -51,16 +51,18 @@ def adaptive(cost: CostTable, skipper: DraftSkipper | None = None) -> AdaptiveVe
     )
 
 
-def decode_schedule(*pending_serials: int, max_budget: int | None = None) -> Schedule:
-    """One decoding row per slot, whose pending proposals have these serials."""
+def decode_schedule(
+    *pending_serials: int, max_budget: int | None = None, draft_cap: int = DRAFT_LEN
+) -> Schedule:
+    """One decoding row per slot, whose pending proposals have these serials and offer `draft_cap` drafts."""
     rows = []
     for slot, serial in enumerate(pending_serials):
         sequence = make_sequence(f"r{slot}")
         sequence.admit(slot)
         sequence.num_fed = len(sequence.feed)
         sequence.proposal_serial = serial
-        rows.append(ScheduledRow(sequence, sequence.decode_row(DRAFT_LEN), 1))
-    num_drafts = DRAFT_LEN * len(rows)
+        rows.append(ScheduledRow(sequence, sequence.decode_row(draft_cap), 1))
+    num_drafts = draft_cap * len(rows)
     return Schedule(
         rows,
         num_tokens=len(rows),
@@ -161,6 +163,17 @@ def test_drafter_rests_while_ordinary_decoding_is_faster_and_is_probed() -> None
         (True, 0),
     ]
     assert rest[2].predicted_ms == pytest.approx(51.0)
+
+
+def test_resting_steps_without_drafts_count_to_the_next_probe() -> None:
+    skipper = DraftSkipper(memory=1, probe_interval=3, probe_len=1)
+    policy = adaptive(flat_cost(verify_ms=1.0, draft_ms=50.0), skipper)
+    for serial in range(3):
+        record(policy, serial, 0.1, 0.1)
+    assert not policy.size(decode_schedule(9, 9)).drafts
+    sizes = [policy.size(decode_schedule(9, 9, draft_cap=0)) for _ in range(3)]
+    assert [(size.drafts, size.budget) for size in sizes] == [(False, 0), (False, 0), (True, 0)]
+    assert [size.predicted_ms for size in sizes] == pytest.approx([1.0, 1.0, 51.0])
 
 
 def test_step_times_reach_the_live_correction() -> None:
