@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig
+from dspark_jax.decode import synthetic
 from dspark_jax.decode.packing import PackedRows, unpack_rows
 from dspark_jax.decode.sampling import Stream, draw
 from dspark_jax.decode.shaping import only_the_best, shaped_logits
@@ -75,6 +76,12 @@ def draft_step(
         choose=choose,
         dispatch=options.dispatch,
     )
+    confidences = proposal.confidences
+    if options.method is Method.SYNTHETIC:
+        assert state.synthetic is not None
+        confidences = synthetic.publish(
+            state.synthetic, rows.sampling, anchor_positions, confidences
+        )
     pending, at = state.proposals, jnp.where(active, rows.slot, slots)
     drafts = proposal.tokens.shape[1]
     pending = Proposals(
@@ -82,6 +89,6 @@ def draft_step(
         tokens=pending.tokens.at[at].set(proposal.tokens, mode="drop"),
         shaped=pending.shaped.at[at].set(proposal.shaped, mode="drop"),
         logprobs=pending.logprobs.at[at].set(proposal.logprobs, mode="drop"),
-        confidences=pending.confidences.at[at].set(proposal.confidences, mode="drop"),
+        confidences=pending.confidences.at[at].set(confidences, mode="drop"),
     )
-    return state.replace(proposals=pending), proposal.confidences
+    return state.replace(proposals=pending), confidences

@@ -15,7 +15,8 @@ class Stream(enum.IntEnum):
     """Independent random streams of one (request, position).
 
     `TARGET` draws the token that the target itself emits (ordinary decoding, bonus and residual tokens, and both
-    sides of coupled verification); `DRAFT` the drafter's proposals; `ACCEPT` the acceptance coins.
+    sides of coupled verification); `DRAFT` the drafter's proposals; `ACCEPT` the acceptance coins; the last two
+    what `decode.synthetic` knows of a request and of a round.
 
     A position behind a rejection is drafted again, and its first draft may have shaped the confidences that size
     later budgets: draws from `DRAFT` are keyed by the round's anchor too, so that the second draft is independent.
@@ -24,6 +25,8 @@ class Stream(enum.IntEnum):
     TARGET = 0
     DRAFT = 1
     ACCEPT = 2
+    SYNTHETIC_REQUEST = 3
+    SYNTHETIC_ROUND = 4
 
 
 class SamplingRows(struct.PyTreeNode):

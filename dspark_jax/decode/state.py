@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from dspark_jax.config import ModelConfig
@@ -39,6 +40,7 @@ class DecodeState(struct.PyTreeNode):
     counts: TokenCounts
     draft_window: jax.Array | None  # [stages, slots, W, D] ring of the drafter's context rows
     proposals: Proposals | None
+    synthetic: jax.Array | None = None  # [G + 4] float32, `synthetic.pack_profile`; for benchmarks
 
 
 def init_state(
@@ -49,8 +51,12 @@ def init_state(
     with_drafter: bool,
     dtype: Any = jnp.float32,
     fill: float = 0.0,
+    synthetic: np.ndarray | None = None,
 ) -> DecodeState:
-    """State of `slots` empty slots. `fill` poisons the caches, for tests."""
+    """State of `slots` empty slots.
+
+    `fill` poisons the caches, for tests. `synthetic` is the profile that `Method.SYNTHETIC` accepts by.
+    """
     v = cfg.vocab_size
     window = proposals = None
     if with_drafter:
@@ -75,4 +81,5 @@ def init_state(
         ),
         draft_window=window,
         proposals=proposals,
+        synthetic=None if synthetic is None else jnp.asarray(synthetic, jnp.float32),
     )

@@ -8,6 +8,7 @@ stay in the state. The host chose only totals (the plan's budget and bucket). Th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax.config import ModelConfig
+from dspark_jax.decode import synthetic
 from dspark_jax.decode.allocate import allocate
 from dspark_jax.decode.packing import PackedPlan, Rows, unpack_rows
 from dspark_jax.decode.plan import RowFinish
@@ -222,7 +224,10 @@ def _verify(
     tokens = proposals.tokens[slots]
     if options.method is Method.COUPLED:
         return verify_coupled(shaped, tokens, where, rows.sampling, picked.row_of)
-
+    judge = None
+    if options.method is Method.SYNTHETIC:
+        assert state.synthetic is not None
+        judge = partial(synthetic.judge, state.synthetic, rows.sampling, where.positions)
     return verify_standard(
         shaped,
         tokens,
@@ -230,6 +235,7 @@ def _verify(
         lambda k: proposals.shaped[slots, k],
         where,
         rows.sampling,
+        judge,
     )
 
 

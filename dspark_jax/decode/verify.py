@@ -26,10 +26,13 @@ class Method(enum.Enum):
     `STANDARD` is rejection sampling: accept x with probability min(1, p(x)/q(x)), else draw from the residual.
     `COUPLED` draws draft and target with the same noise and accepts where they agree: the output is token for
     token what ordinary decoding with the same seed gives, at a lower acceptance.
+    `SYNTHETIC` does the work of `STANDARD` and accepts by `decode.synthetic` instead: for benchmarks, as the text
+    is no longer the target's.
     """
 
     STANDARD = "standard"
     COUPLED = "coupled"
+    SYNTHETIC = "synthetic"
 
 
 class LogitRows(NamedTuple):
@@ -54,6 +57,7 @@ def verify_standard(
     draft_shaped: Callable[[jax.Array], jax.Array],
     where: LogitRows,
     rows: SamplingRows,
+    judge: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> Verdict:
     """Rejection sampling (Leviathan et al. 2023; greedy is its limit at temperature 0).
 
@@ -61,6 +65,7 @@ def verify_standard(
       target: float32 [C, V] shaped target logits. draft_tokens: int32 [R, G].
       draft_logprobs: float32 [R, G], log q(x). draft_shaped: int32 [R] -> float32 [R, V], the shaped draft logits
         of one drafted position per request (only the first rejected one is ever looked at).
+      judge: coins float32 [R, G] and which drafts pass bool [R, G] -> which drafts pass instead.
     """
     # [R, G] row that judges each draft
     row = jnp.minimum(where.base[:, None] + jnp.arange(draft_tokens.shape[1]), target.shape[0] - 1)
@@ -72,6 +77,8 @@ def verify_standard(
     # The second test keeps a coin of exactly zero from accepting what the target never draws.
     passes = (jnp.log(coins) + draft_logprobs < log_p) & (log_p > NEVER / 2)
     passes = jnp.where(rows.is_greedy[:, None], draft_tokens == best[row], passes)
+    if judge is not None:
+        passes = judge(coins, passes)
     accept_lens = _leading(passes, where.verify_lens)
 
     final_row = jnp.minimum(where.base + accept_lens, target.shape[0] - 1)
