@@ -210,8 +210,8 @@ def _repeats(layers: tuple[LayerKind, ...], width: int) -> int:
     return count
 
 
-def load_config(folder: str | Path) -> ModelConfig:
-    """Read `config.json` of a checkpoint folder.
+def load_config(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Read `config.json` of a checkpoint folder, its top-level keys replaced by those of `overrides`.
 
     Raises `ConfigError` when the file is missing, is not JSON, or describes another architecture.
     """
@@ -224,7 +224,7 @@ def load_config(folder: str | Path) -> ModelConfig:
         ) from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    return config_from_dict(raw)
+    return config_from_dict({**raw, **(overrides or {})})
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:

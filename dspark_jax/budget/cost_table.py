@@ -7,6 +7,7 @@ shape, interpolation where it doesn't.
 """
 
 import bisect
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,26 @@ class CostTable:
             ]
         )
         self._draft_ms = np.stack([expand_curve(c.draft, max_requests) for c in ordered])
+
+    def padded_to(
+        self, buckets: Sequence[int], correction: LiveCorrection | None = None
+    ) -> "CostTable":
+        """The table of a server that has only these of the measured token counts to run steps in.
+
+        Args:
+            buckets: increasing; the last is `max_tokens`.
+            correction: for the new table, which learns nothing from this one's.
+
+        Raises:
+            ValueError: the buckets end elsewhere.
+        """
+        if not buckets or buckets[-1] != self.max_tokens:
+            raise ValueError(f"buckets must end at {self.max_tokens} tokens, got {list(buckets)}")
+        at = np.asarray(buckets)[np.searchsorted(buckets, np.arange(self.max_tokens + 1))]
+        table = copy.copy(self)
+        table.correction = correction
+        table._verify_ms = self._verify_ms[:, at]
+        return table
 
     def step_ms(
         self, num_tokens: int, num_requests: int, *, draft: bool, context_len: float

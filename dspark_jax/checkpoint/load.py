@@ -54,6 +54,7 @@ def load_checkpoint(
     keep_quantized: bool = False,
     draft: bool = True,
     sharding_of: ShardingOf | None = None,
+    overrides: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> tuple[ModelConfig, Params, DraftParams | None]:
     """Read `config.json` and the tensors of a checkpoint in released or Hugging Face naming.
@@ -68,12 +69,12 @@ def load_checkpoint(
     drafter without confidence or Markov head is incomplete; calibration is the identity where files have none.
 
     Arrays are filled in place from a memory map: the peak is the result and a few single tensors. They go to the
-    default device, or where `sharding_of` says.
+    default device, or where `sharding_of` says. `overrides` replace keys of `config.json`.
 
     Raises `CheckpointError` with every missing, unexpected, misshapen or mistyped tensor in one message, and
     `ConfigError` for a `config.json` that cannot be run.
     """
-    cfg = load_config(folder)
+    cfg = load_config(folder, overrides)
     source = TensorFolder(folder)
     ignored: set[str] = set()
     if not draft:

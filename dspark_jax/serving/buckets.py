@@ -46,11 +46,16 @@ def _ladder(strides: Sequence[tuple[int, int]], max_tokens: int) -> tuple[int, .
 _LADDERS = {"default": default_ladder, "doubling": doubling_ladder, "vllm": vllm_ladder}
 
 
-def row_buckets(max_num_seqs: int, ladder: Ladder = "default") -> tuple[int, ...]:
+def row_buckets(
+    max_num_seqs: int, ladder: Ladder = "default", sizes: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Request counts that the drafting half is compiled for, increasing.
 
-    The last one is `max_num_seqs`, or less in the ladder `doubling`: more requests take several calls.
+    The last one is `max_num_seqs`, or less in the ladder `doubling`: more requests take several calls. `sizes`
+    takes the place of the ladder.
     """
+    if sizes is not None:
+        return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
     most = min(max_num_seqs, _DOUBLING_ROWS) if ladder == "doubling" else max_num_seqs
     return _LADDERS[ladder](most)
 
@@ -62,11 +67,13 @@ def token_buckets(
     draft_len: int,
     ladder: Ladder = "default",
     max_capture_tokens: int | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """The buckets of a server, increasing; the last one is `max_num_batched_tokens`.
 
     Up to `max_capture_tokens`, by default `(draft_len + 1) * max_num_seqs`, which is every step of decoding
     requests, the ladder is fine; above it only doublings are compiled. `draft_len` is 0 without a drafter.
+    `sizes`, increasing, take the place of the ladder and of its limit.
 
     Raises `FlagError` when one request with its whole draft, or one token of every request, fits no bucket.
     """
@@ -80,6 +87,8 @@ def token_buckets(
             f"--max-num-batched-tokens {max_num_batched_tokens} is less than one token for each of "
             f"--max-num-seqs {max_num_seqs}: raise the one or lower the other"
         )
+    if sizes is not None:
+        max_capture_tokens = sizes[-1]
     if max_capture_tokens is None:
         max_capture_tokens = (draft_len + 1) * max_num_seqs
     if max_capture_tokens <= draft_len:
@@ -88,12 +97,15 @@ def token_buckets(
             f"raise it to at least {draft_len + 1}"
         )
     fine_limit = min(max_capture_tokens, max_num_batched_tokens)
-    sizes = list(_LADDERS[ladder](fine_limit))
-    while 2 * sizes[-1] < max_num_batched_tokens:
-        sizes.append(2 * sizes[-1])
-    if sizes[-1] < max_num_batched_tokens:
-        sizes.append(max_num_batched_tokens)
-    return tuple(sizes)
+    if sizes is not None:
+        buckets = [size for size in sizes if size <= fine_limit]
+    else:
+        buckets = list(_LADDERS[ladder](fine_limit))
+    while 2 * buckets[-1] < max_num_batched_tokens:
+        buckets.append(2 * buckets[-1])
+    if buckets[-1] < max_num_batched_tokens:
+        buckets.append(max_num_batched_tokens)
+    return tuple(buckets)
 
 
 def bucket_for(buckets: Sequence[int], num_tokens: int) -> int:

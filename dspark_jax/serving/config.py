@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,12 +16,22 @@ import tyro
 
 from dspark_jax.config import ConfigError, ModelConfig
 from dspark_jax.serving.buckets import Ladder
+from dspark_jax.serving.compilation_config import (
+    CompilationConfig,
+    compilation_to_json,
+    parse_compilation_config,
+)
 from dspark_jax.serving.flag_error import FlagError
+from dspark_jax.serving.json_object import json_object
 from dspark_jax.serving.speculative_config import (
     SpeculativeConfig,
-    json_object,
     parse_speculative_config,
     to_json,
+)
+from dspark_jax.serving.synthetic_profile import (
+    SyntheticProfile,
+    parse_profile,
+    profile_to_json,
 )
 
 _API_KEY_VARIABLE = "DSPARK_API_KEY"
@@ -46,17 +57,6 @@ _ALIASES = {
     "-dcp": "--decode-context-parallel-size",
     "--num-gpu-blocks-override": "--num-pages",
 }
-
-
-def _max_capture_size(text: str) -> int | None:
-    values = json_object(text)
-    unknown = sorted(set(values) - {"max_cudagraph_capture_size"})
-    if unknown:
-        raise ConfigError(f"unknown key {unknown[0]!r}; known is max_cudagraph_capture_size")
-    size = values.get("max_cudagraph_capture_size")
-    if size is not None and type(size) is not int:
-        raise ConfigError(f"max_cudagraph_capture_size must be an integer, got {size!r}")
-    return size
 
 
 def _json_flag(flag: str, parse: Callable[[str], Any], to_text: Callable[[Any], str]) -> Any:
@@ -89,6 +89,15 @@ class ServeConfig:
 
     model: Path | None = None
     """Checkpoint folder; the small model that ships with the package if left out."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """auto reads the checkpoint's tensors; dummy makes random ones of the same storage, for benchmarks: then
+    config.json is all that the folder must hold."""
+    hf_overrides: Annotated[
+        dict[str, Any] | None, _json_flag("--hf-overrides", json_object, json.dumps)
+    ] = None
+    """Keys of config.json to replace, for example {"num_hidden_layers": 8}."""
+    skip_tokenizer_init: bool = False
+    """Need no tokenizer: prompts are token ids, and replies have no text."""
     served_model_name: str = _DEFAULT_MODEL_NAME
     """Name under which clients ask for the model."""
     host: str = "127.0.0.1"
@@ -114,10 +123,11 @@ class ServeConfig:
     max_capture_tokens: int | None = None
     """Tokens up to which step sizes are fine; default: (draft length + 1) x max_num_seqs."""
     compilation_config: Annotated[
-        int | None,
-        tyro.conf.arg(help='Same as --max-capture-tokens: {"max_cudagraph_capture_size": N}.'),
-        _json_flag("--compilation-config", _max_capture_size, str),
+        CompilationConfig | None,
+        _json_flag("--compilation-config", parse_compilation_config, compilation_to_json),
     ] = None
+    """Step sizes as vLLM takes them: {"max_cudagraph_capture_size": N} is --max-capture-tokens N, and
+    {"cudagraph_capture_sizes": [...]} lists them instead of a ladder."""
     bucket_ladder: Literal["auto", "default", "doubling", "vllm"] = "auto"
     """Step sizes that are compiled: default is fine-grained, doubling has few; auto is default on a GPU and
     doubling on a CPU."""
@@ -134,6 +144,17 @@ class ServeConfig:
     """How cache rows are stored."""
     num_pages: int | None = None
     """Cache pages; default: what fits. Also --num-gpu-blocks-override."""
+    gpu_memory_utilization: float | None = None
+    """Share of the GPU's memory that this process takes; default 0.9, or the variable
+    XLA_PYTHON_CLIENT_MEM_FRACTION."""
+    benchmark_synthetic_acceptance: Annotated[
+        SyntheticProfile | None,
+        _json_flag("--benchmark-synthetic-acceptance", parse_profile, profile_to_json),
+    ] = None
+    """Let "rejection_sample_method": "synthetic" accept drafts by chance, after this profile: default, or a JSON
+    object of rates, request_spread, round_spread and miscalibration. The text is not the model's."""
+    benchmark_policy_endpoint: bool = False
+    """Answer POST /benchmark/policy, which changes the verification policy of a server without requests."""
     per_request_spec_decode_metrics: bool = False
     """Add a field metrics.speculative_decoding to responses."""
     disable_log_stats: bool = False
@@ -142,7 +163,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         positive = (
             "max_model_len max_num_seqs max_num_batched_tokens max_capture_tokens "
-            "compilation_config profile_context_len num_pages"
+            "profile_context_len num_pages"
         )
         for name in positive.split():
             value = getattr(self, name)
@@ -162,12 +183,19 @@ class ServeConfig:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} cannot hold one token of "
                 f"each of --max-num-seqs {self.max_num_seqs}; raise the former or lower the latter"
             )
-        given = {self.max_capture_tokens, self.compilation_config} - {None}
-        if len(given) > 1:
+        limit = self.compilation_config and self.compilation_config.max_cudagraph_capture_size
+        if len({self.max_capture_tokens, limit} - {None}) > 1 or (
+            self.capture_sizes and self.max_capture_tokens
+        ):
+            assert self.compilation_config is not None
             raise FlagError(
                 f"--max-capture-tokens {self.max_capture_tokens} and --compilation-config "
-                f"{self.compilation_config} disagree; leave one of them out"
+                f"{compilation_to_json(self.compilation_config)} disagree; leave one of them out"
             )
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise FlagError(f"--gpu-memory-utilization must lie in (0, 1], got {share}")
+        self._check_synthetic()
 
     @property
     def model_folder(self) -> Path:
@@ -177,7 +205,38 @@ class ServeConfig:
     @property
     def capture_tokens(self) -> int | None:
         """Tokens up to which the ladder is fine, from either flag; None for the default."""
-        return self.max_capture_tokens or self.compilation_config
+        if self.compilation_config is None:
+            return self.max_capture_tokens
+        return self.max_capture_tokens or self.compilation_config.max_cudagraph_capture_size
+
+    @property
+    def capture_sizes(self) -> tuple[int, ...] | None:
+        """Step sizes listed one by one; None for a ladder."""
+        return self.compilation_config and self.compilation_config.cudagraph_capture_sizes
+
+    @property
+    def synthetic_profile(self) -> SyntheticProfile | None:
+        """By what drafts are accepted, with the rates of `--speculative-config` over the profile's own."""
+        profile, speculative = self.benchmark_synthetic_acceptance, self.speculative_config
+        if profile is None or speculative is None:
+            return None
+        rates = speculative.synthetic_acceptance_rates
+        return profile if rates is None else replace(profile, rates=rates)
+
+    def _check_synthetic(self) -> None:
+        """The text of synthetic acceptance is worthless: it takes two flags, one of which says so."""
+        profile, speculative = self.benchmark_synthetic_acceptance, self.speculative_config
+        method = speculative.rejection_sample_method if speculative else None
+        if method == "synthetic" and profile is None:
+            raise FlagError(
+                '"rejection_sample_method": "synthetic" accepts drafts whatever they say, so the text is not the '
+                "model's; to benchmark with it add --benchmark-synthetic-acceptance default"
+            )
+        if profile is not None and method != "synthetic":
+            raise FlagError(
+                '--benchmark-synthetic-acceptance needs "rejection_sample_method": "synthetic" in '
+                "--speculative-config"
+            )
 
     def for_device(self, *, on_gpu: bool) -> DeviceLimits:
         """The limits of a step, with the device's defaults where no flag was given."""
@@ -218,6 +277,12 @@ class ServeConfig:
             raise FlagError(
                 f"num_speculative_tokens {num_drafts} is not the block size {block_size} that the "
                 f"drafter was trained with; use {block_size}, and fixed_verify_len to verify fewer"
+            )
+        profile = self.synthetic_profile
+        if profile is not None and len(profile.rates) != block_size:
+            raise FlagError(
+                f"synthetic acceptance has {len(profile.rates)} rates, the drafter {block_size} "
+                "positions; give synthetic_acceptance_rates as many"
             )
         for name in ("fixed_verify_len", "min_depth"):
             value = getattr(speculative, name)

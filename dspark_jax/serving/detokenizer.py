@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dspark_jax.serving.tokenizer import TextTokenizer
+from dspark_jax.serving.tokenizer import Tokens
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: TextTokenizer,
+        tokenizer: Tokens,
         *,
         stop: Sequence[str] = (),
         include_stop: bool = False,

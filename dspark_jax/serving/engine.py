@@ -72,6 +72,7 @@ class Engine:
         self._thread: threading.Thread | None = None
 
         self._policy: VerificationPolicy
+        self._buckets: tuple[int, ...]
         self._scheduler: Scheduler
         self._streams: dict[Sequence, Stream] = {}
         self._mailbox = Mailbox()
@@ -114,6 +115,11 @@ class Engine:
         return self._model_config
 
     @property
+    def executor(self) -> Executor:
+        """Whatever runs the steps."""
+        return self._executor
+
+    @property
     def max_model_len(self) -> int:
         return self._executor.max_model_len
 
@@ -137,22 +143,45 @@ class Engine:
         """
         if self._thread is not None:
             raise RuntimeError("the engine has been started already")
-        executor = self._executor
-        executor.warm_up()
-        self._policy = self._build_policy(executor)
-        self._scheduler = Scheduler(
-            num_slots=executor.num_slots,
-            max_num_batched_tokens=executor.buckets[-1],
-            max_logit_rows=executor.max_logit_rows(executor.buckets[-1]),
-            max_model_len=executor.max_model_len,
-            draft_cap=self._policy.draft_cap,
-            pages=PageAllocator(executor.num_pages, executor.page_size),
-            on_admit=lambda s: self._policy.on_admit(s.slot, first_serial=self._num_steps),
-            on_preempt=lambda s: self._metrics.on_preemption(),
-        )
+        self._executor.warm_up()
+        self._use(self._build_policy(self._executor), self._executor.buckets)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._intake.start()
+
+    def change_policy(
+        self, policy: VerificationPolicy, buckets: tuple[int, ...] | None = None
+    ) -> None:
+        """Let another policy size the steps from now on; for benchmarks.
+
+        Args:
+            policy: a new one.
+            buckets: those of the executor's buckets that steps may run in, with its last; all if None.
+
+        Raises `EngineUnavailable` while requests are open, and ValueError for other buckets.
+        """
+        compiled = self._executor.buckets
+        buckets = compiled if buckets is None else buckets
+        if not set(buckets) <= set(compiled) or buckets[-1:] != compiled[-1:]:
+            raise ValueError(
+                f"buckets {list(buckets)} are not some of {list(compiled)}, the last included"
+            )
+        with self._intake.asleep():
+            self._use(policy, buckets)
+
+    def _use(self, policy: VerificationPolicy, buckets: tuple[int, ...]) -> None:
+        executor = self._executor
+        self._policy, self._buckets = policy, buckets
+        self._scheduler = Scheduler(
+            num_slots=executor.num_slots,
+            max_num_batched_tokens=buckets[-1],
+            max_logit_rows=executor.max_logit_rows(buckets[-1]),
+            max_model_len=executor.max_model_len,
+            draft_cap=policy.draft_cap,
+            pages=PageAllocator(executor.num_pages, executor.page_size),
+            on_admit=lambda s: policy.on_admit(s.slot, first_serial=self._num_steps),
+            on_preempt=lambda s: self._metrics.on_preemption(),
+        )
 
     def shutdown(self, drain: bool = True) -> None:
         """Refuse new requests, let running ones finish (or, without `drain`, abort them), and stop the thread.
@@ -247,7 +276,7 @@ class Engine:
 
     def _dispatch(self, schedule: Schedule, started: float) -> StepInFlight:
         size = self._policy.size(schedule)
-        bucket = bucket_for(self._executor.buckets, schedule.num_tokens + size.budget)
+        bucket = bucket_for(self._buckets, schedule.num_tokens + size.budget)
         plan = StepPlan(
             rows=tuple(scheduled.row for scheduled in schedule.rows),
             page_table=self._scheduler.page_table.snapshot(),

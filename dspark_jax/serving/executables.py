@@ -87,8 +87,8 @@ class Executables:
         return min(bucket, self._num_slots)
 
     def logit_rows(self, bucket: int) -> int:
-        """Logit rows of a token bucket: all tokens, up to a full draft of every slot or a scored prompt chunk."""
-        return min(bucket, max((self.draft_len + 1) * self._num_slots, _SCORED_CHUNK))
+        """Logit rows of a token bucket."""
+        return logit_rows(bucket, self.draft_len, self._num_slots)
 
     def compile(self, params: ModelParams, state: DecodeState, *, progress: bool) -> None:
         """Load or compile everything for arrays like these, largest first, one thread per core."""
@@ -145,6 +145,11 @@ class Executables:
             results,
             lambda: jax.jit(step, donate_argnums=1).lower(*arguments).compile(compiler_options),
         )
+
+
+def logit_rows(bucket: int, draft_len: int, num_slots: int) -> int:
+    """Logit rows of a token bucket: all tokens, up to a full draft of every slot or a scored prompt chunk."""
+    return min(bucket, max((draft_len + 1) * num_slots, _SCORED_CHUNK))
 
 
 def _abstract_rows(rows: int) -> PackedRows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.budget import CostTable
+from dspark_jax.checkpoint.dummy import abstract_params, dummy_params
 from dspark_jax.checkpoint.load import load_checkpoint
 from dspark_jax.checkpoint.safetensors import TensorFolder
 from dspark_jax.config import ModelConfig, load_config
@@ -19,20 +22,21 @@ from dspark_jax.decode.packing import PackedRows, pack
 from dspark_jax.decode.plan import Logprobs, StepOutputs, StepPlan
 from dspark_jax.decode.state import DecodeState, init_state
 from dspark_jax.decode.step import DeviceLogprobs, ModelParams
+from dspark_jax.decode.synthetic import pack_profile
 from dspark_jax.decode.verify import Method
 from dspark_jax.kernels.dispatch import default_dispatch
-from dspark_jax.model.cache import PageGeometry, page_tokens
+from dspark_jax.model.cache import PageGeometry
 from dspark_jax.serving.buckets import bucket_for, row_buckets, token_buckets
 from dspark_jax.serving.config import ServeConfig
-from dspark_jax.serving.executables import Executables
+from dspark_jax.serving.executables import Executables, logit_rows
 from dspark_jax.serving.flag_error import FlagError
+from dspark_jax.serving.memory_plan import choose_pages, device_limit, make_plan, tree_bytes
 from dspark_jax.serving.profiler import ProfileSettings, build_cost_table
 from dspark_jax.serving.program_store import ProgramStore
 
+logger = logging.getLogger(__name__)
+
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
-# On a CPU there is no telling what else needs memory: the cache takes at most this.
-_CPU_CACHE_BYTES = 2 << 30
-_GPU_MEMORY_SHARE = 0.9
 _CONFIDENCE_HEAD = ".confidence_head.proj.weight"
 
 
@@ -87,6 +91,7 @@ class Executor:
         buckets: tuple[int, ...],
         cache_dtype: Any,
         profile: ProfileSettings | None,
+        synthetic: np.ndarray | None = None,
     ) -> None:
         """
         Args:
@@ -99,6 +104,7 @@ class Executor:
             buckets: token counts of a step, increasing.
             cache_dtype: of cache rows.
             profile: how to measure step times; None to leave them unknown.
+            synthetic: see `decode.state.init_state`.
         """
         self.model_config = model_config
         self.num_slots = num_slots
@@ -114,13 +120,14 @@ class Executor:
         self._geometry = geometry
         self._cache_dtype = cache_dtype
         self._profile = profile
+        self._synthetic = synthetic
         self._page_table: tuple[np.ndarray, jax.Array] | None = None
         self.state = self.fresh_state()
 
     @classmethod
     def from_config(cls, config: ServeConfig) -> Executor:
         """Load the checkpoint and lay out memory. Raises `FlagError`, `ConfigError` or `CheckpointError`."""
-        model_config = load_config(config.model_folder)
+        model_config = load_config(config.model_folder, config.hf_overrides)
         config.check(model_config)
         cache_dir = config.compilation_cache_dir or default_cache_dir()
         speculative = config.speculative_config
@@ -131,8 +138,10 @@ class Executor:
         ]
         cache_dtype = _cache_dtype(config, dtype)
         limits = config.for_device(on_gpu=on_gpu)
-        draft_len = model_config.draft.block_size if speculative and model_config.draft else 0
-        if draft_len:
+        if speculative is None:
+            model_config = dataclasses.replace(model_config, draft=None)
+        draft_len = model_config.draft.block_size if model_config.draft else 0
+        if draft_len and config.load_format == "auto":
             _require_confidence_head(config.model_folder)
         buckets = token_buckets(
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -140,28 +149,54 @@ class Executor:
             draft_len=draft_len,
             ladder=limits.bucket_ladder,
             max_capture_tokens=config.capture_tokens,
-        )
-        model_config, target, draft = load_checkpoint(
-            config.model_folder,
-            dtype=dtype,
-            keep_quantized=on_gpu,
-            draft=speculative is not None,
-            progress=True,
+            sizes=config.capture_sizes,
         )
         max_model_len = config.max_model_len or model_config.max_position_embeddings
-        params = ModelParams(target=target, draft=draft)
-        geometry = plan_pages(
-            model_config,
-            num_slots=limits.max_num_seqs,
-            max_model_len=max_model_len,
-            cache_dtype=cache_dtype,
-            asked=config.num_pages,
-            parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
-        )
+
+        def lay_out(params: ModelParams) -> PageGeometry:
+            plan = make_plan(
+                model_config,
+                num_slots=limits.max_num_seqs,
+                max_model_len=max_model_len,
+                cache_dtype=cache_dtype,
+                parameter_bytes=tree_bytes(params),
+                max_tokens=buckets[-1],
+                max_logit_rows=logit_rows(buckets[-1], draft_len, limits.max_num_seqs),
+                limit=device_limit(),
+            )
+            geometry = choose_pages(
+                plan,
+                model_config,
+                num_slots=limits.max_num_seqs,
+                max_model_len=max_model_len,
+                asked=config.num_pages,
+            )
+            logger.info("%s", plan.describe(geometry.pages))
+            return geometry
+
+        if config.load_format == "dummy":
+            storage = {"dtype": dtype, "keep_quantized": on_gpu}
+            geometry = lay_out(ModelParams(*abstract_params(model_config, **storage)))
+            made = dummy_params(model_config, **storage, seed=config.seed, progress=True)
+            params = ModelParams(*made)
+        else:
+            model_config, target, draft = load_checkpoint(
+                config.model_folder,
+                dtype=dtype,
+                keep_quantized=on_gpu,
+                draft=speculative is not None,
+                overrides=config.hf_overrides,
+                progress=True,
+            )
+            params = ModelParams(target=target, draft=draft)
+            geometry = lay_out(params)
+        acceptance = config.synthetic_profile
         executables = Executables(
             model_config,
             token_buckets=buckets,
-            row_buckets=row_buckets(limits.max_num_seqs, limits.bucket_ladder) if draft else (),
+            row_buckets=row_buckets(limits.max_num_seqs, limits.bucket_ladder, config.capture_sizes)
+            if draft_len
+            else (),
             num_slots=limits.max_num_seqs,
             max_pages=geometry.max_pages,
             method=Method(speculative.rejection_sample_method if speculative else "standard"),
@@ -188,6 +223,14 @@ class Executor:
             buckets=buckets,
             cache_dtype=cache_dtype,
             profile=profile,
+            synthetic=None
+            if acceptance is None
+            else pack_profile(
+                acceptance.rates,
+                request_spread=acceptance.request_spread,
+                round_spread=acceptance.round_spread,
+                miscalibration=acceptance.miscalibration,
+            ),
         )
 
     def fresh_state(self) -> DecodeState:
@@ -198,6 +241,7 @@ class Executor:
             geometry=self._geometry,
             with_drafter=self.draft_len > 0,
             dtype=self._cache_dtype,
+            synthetic=self._synthetic,
         )
 
     def max_logit_rows(self, bucket: int) -> int:
@@ -257,54 +301,6 @@ def default_cache_dir() -> Path:
     """The user's cache folder for compiled programs and cost profiles."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "dspark_jax"
-
-
-def plan_pages(
-    cfg: ModelConfig,
-    *,
-    num_slots: int,
-    max_model_len: int,
-    cache_dtype: Any,
-    asked: int | None,
-    parameter_bytes: int,
-) -> PageGeometry:
-    """How many cache pages there are: as asked, else what memory holds, at most every slot at full length.
-
-    Raises `FlagError` with the numbers when memory does not hold the state or one full request.
-    """
-    tokens = page_tokens(cfg)
-    max_pages = -(-max_model_len // tokens)
-
-    def state_bytes(pages: int) -> int:
-        geometry = PageGeometry(tokens, pages, max_pages)
-        state = jax.eval_shape(
-            lambda: init_state(
-                cfg,
-                slots=num_slots,
-                geometry=geometry,
-                with_drafter=cfg.draft is not None,
-                dtype=cache_dtype,
-            )
-        )
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-
-    fixed = state_bytes(1) - (state_bytes(2) - state_bytes(1))
-    per_page = max(state_bytes(2) - state_bytes(1), 1)
-    stats = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        room = int(stats["bytes_limit"] * _GPU_MEMORY_SHARE) - parameter_bytes
-    else:
-        room = _CPU_CACHE_BYTES + fixed
-    fitting = (room - fixed) // per_page
-    pages = asked if asked is not None else min(fitting, num_slots * max_pages)
-    if pages > fitting or pages < max_pages:
-        raise FlagError(
-            f"memory: {room / 2**30:.2f} GiB beside the weights hold {max(fitting, 0)} cache pages "
-            f"({fixed / 2**30:.2f} GiB for {num_slots} slots, {per_page / 2**20:.2f} MiB a page); "
-            f"{pages} wanted, {max_pages} needed for one request of {max_model_len} tokens: "
-            "lower --max-num-seqs or --max-model-len, or set --num-pages"
-        )
-    return PageGeometry(tokens, int(pages), max_pages)
 
 
 def _cache_dtype(config: ServeConfig, dtype: Any) -> Any:

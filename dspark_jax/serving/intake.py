@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 from dspark_jax.serving.sequence import Sequence, Status
 from dspark_jax.serving.streams import Stream
@@ -24,6 +26,7 @@ class Intake:
         self._arrivals: list[tuple[Sequence, Stream]] = []
         self._closings: list[Sequence] = []
         self._open_ids: set[str] = set()
+        self._is_asleep = False
         self._refusal: str | None = "the engine has not started"
         self.failure: str | None = None
         self.is_draining = False
@@ -91,8 +94,22 @@ class Intake:
             while not (self._arrivals or self._closings):
                 if self.is_draining:
                     return False
+                self._is_asleep = True
                 self._wake.wait()
+                self._is_asleep = False
         return True
+
+    @contextlib.contextmanager
+    def asleep(self) -> Iterator[None]:
+        """While the block runs no request comes and the engine's thread sleeps in `wait`.
+
+        Raises `EngineUnavailable` when requests are open or the engine is at work.
+        """
+        with self._wake:
+            self.check()
+            if self._open_ids or self._arrivals or not self._is_asleep:
+                raise EngineUnavailable("requests are running")
+            yield
 
     def take(self) -> tuple[list[tuple[Sequence, Stream]], list[Sequence]]:
         """New requests with their streams, and sequences whose clients have left, in that order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 
@@ -14,6 +15,7 @@ from dspark_jax.serving.flag_error import FlagError
 _LOG = logging.getLogger(__name__)
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _INTERRUPTED = 130
+_MEMORY_VARIABLE, _MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every backend it lacks
     try:
-        model_config = load_config(config.model_folder)
+        model_config = load_config(config.model_folder, config.hf_overrides)
         config.check(model_config)
         with bind(config.host, config.port) as listener:
             return _serve(config, model_config, listener)
@@ -59,6 +61,13 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _limit_gpu_memory(config: ServeConfig) -> None:
+    """Tell XLA, before it looks at the device, how much of the GPU's memory to take."""
+    if config.gpu_memory_utilization is not None:
+        os.environ[_MEMORY_VARIABLE] = str(config.gpu_memory_utilization)
+    os.environ.setdefault(_MEMORY_VARIABLE, _MEMORY_SHARE)
+
+
 def _taken(host: str, port: int, error: OSError) -> FlagError:
     return FlagError(
         f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
@@ -68,15 +77,20 @@ def _taken(host: str, port: int, error: OSError) -> FlagError:
 def _serve(config: ServeConfig, model_config: ModelConfig, listener: socket.socket) -> int:
     # Imported late: JAX and the web framework take seconds, and --help must not.
     from dspark_jax.serving.api.app import create_app
+    from dspark_jax.serving.api.benchmark import add_policy_route
     from dspark_jax.serving.api.generation import Backend
     from dspark_jax.serving.engine import Engine
     from dspark_jax.serving.lifetime import run_until_stopped
     from dspark_jax.serving.metrics import Metrics
-    from dspark_jax.serving.tokenizer import TextTokenizer
+    from dspark_jax.serving.policy_switch import PolicySwitch
+    from dspark_jax.serving.tokenizer import IdTokenizer, TextTokenizer
 
-    tokenizer = TextTokenizer.from_folder(
-        config.model_folder, bos_token_id=model_config.bos_token_id
-    )
+    _limit_gpu_memory(config)
+    tokenizer = IdTokenizer()
+    if not config.skip_tokenizer_init:
+        tokenizer = TextTokenizer.from_folder(
+            config.model_folder, bos_token_id=model_config.bos_token_id
+        )
     metrics = Metrics(config.served_model_name)
     engine = Engine.from_config(config, metrics)
     try:
@@ -92,6 +106,8 @@ def _serve(config: ServeConfig, model_config: ModelConfig, listener: socket.sock
         reports_speculation=config.per_request_spec_decode_metrics,
     )
     app = create_app(backend, api_key=config.api_key)
+    if config.benchmark_policy_endpoint:
+        add_policy_route(app, PolicySwitch(engine, engine.executor, config))
     host, port = listener.getsockname()[:2]
     try:
         listener.listen()

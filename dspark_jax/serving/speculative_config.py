@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from dspark_jax.config import ConfigError
+from dspark_jax.serving.json_object import json_object
+from dspark_jax.serving.synthetic_profile import check_rates
 
 _KIND_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
@@ -27,7 +29,9 @@ class SpeculativeConfig:
         draft_sample_method: `probabilistic` draws drafts from the drafter's distribution at the
             request's temperature, `greedy` takes the most likely token.
         rejection_sample_method: `standard` rejection sampling; with `coupled` draft and target draw
-            with the same noise, so that a seed gives the same tokens with and without speculation.
+            with the same noise, so that a seed gives the same tokens with and without speculation; `synthetic`
+            accepts by chance, for benchmarks.
+        synthetic_acceptance_rates: for `synthetic`, chance that the first k drafts are all accepted, k = 1..G.
         min_depth: drafts of every request that are verified whatever their confidence, while the drafter runs.
         target_token_ms: bound on the expected time per token of the slowest request.
         hysteresis: a partial budget must be predicted faster by this fraction than verifying
@@ -43,7 +47,8 @@ class SpeculativeConfig:
     enable_adaptive_verification: bool = False
     fixed_verify_len: int | None = None
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
-    rejection_sample_method: Literal["standard", "coupled"] = "standard"
+    rejection_sample_method: Literal["standard", "coupled", "synthetic"] = "standard"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
     min_depth: int = 0
     target_token_ms: float | None = None
     hysteresis: float = 0.01
@@ -55,6 +60,12 @@ class SpeculativeConfig:
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         _at_least("fixed_verify_len", self.fixed_verify_len, 0)
         _at_least("min_depth", self.min_depth, 0)
+        if self.synthetic_acceptance_rates is not None:
+            if self.rejection_sample_method != "synthetic":
+                raise ConfigError(
+                    'synthetic_acceptance_rates needs "rejection_sample_method": "synthetic"'
+                )
+            check_rates("synthetic_acceptance_rates", self.synthetic_acceptance_rates)
         if self.target_token_ms is not None and not 0 < self.target_token_ms < math.inf:
             raise ConfigError(f"target_token_ms must be positive, got {self.target_token_ms}")
         if not 0 <= self.hysteresis < 1:
@@ -93,19 +104,11 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     for key, value in values.items():
         if key not in hints:
             raise ConfigError(f"unknown key {key!r}; known are {', '.join(hints)}")
-        _check_type(key, value, hints[key])
+        if key == "synthetic_acceptance_rates":
+            values[key] = _rates(key, value)
+        else:
+            _check_type(key, value, hints[key])
     return SpeculativeConfig(**values)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parse a flag's JSON object; `ConfigError` if it is not one."""
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"must be a JSON object, got {text}")
-    return values
 
 
 def to_json(config: SpeculativeConfig) -> str:
@@ -113,6 +116,14 @@ def to_json(config: SpeculativeConfig) -> str:
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     given = {k: v for k, v in dataclasses.asdict(config).items() if v != defaults[k]}
     return json.dumps({"method": config.method, **given})
+
+
+def _rates(key: str, value: Any) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or any(type(rate) not in (int, float) for rate in value):
+        raise ConfigError(f"{key} must be a list of numbers or null, got {json.dumps(value)}")
+    return tuple(value)
 
 
 def _check_type(key: str, value: Any, hint: Any) -> None:

@@ -73,6 +73,33 @@ class TextTokenizer:
         return frozenset(i for i in ids if i is not None)
 
 
+class IdTokenizer:
+    """Stands in where there is no tokenizer: the text of a token is its number and a space."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises ValueError: only a tokenizer makes ids of text."""
+        raise ValueError(
+            "this server has no tokenizer (--skip-tokenizer-init); send token ids to /v1/completions"
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The number in decimal digits, and a space."""
+        return b"%d " % token_id
+
+    def token_text(self, token_id: int) -> str:
+        """The same as text."""
+        return f"{token_id} "
+
+    def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """None of them."""
+        return frozenset()
+
+
+Tokens = TextTokenizer | IdTokenizer
+
+
 def _token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     to_byte = _byte_of_character()
     table = {

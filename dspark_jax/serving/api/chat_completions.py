@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from dspark_jax.serving.api.reply_frame import ReplyFrame
 from dspark_jax.serving.api.sampling import (
     check_model,
     check_prompt,
+    encode,
     make_request,
     resolve_max_tokens,
     text_options,
@@ -116,8 +116,7 @@ async def plan_chat(backend: Backend, body: ChatBody) -> ChatCompletion:
     mode = mode_of(body)
     tools = None if body.tool_choice == "none" else body.tools
     prompt = encode_chat(body.messages, mode, tools)
-    # A long text takes long enough to hold up everybody's streams.
-    token_ids = await asyncio.to_thread(backend.tokenizer.encode, prompt, add_special_tokens=False)
+    token_ids = await encode(backend, prompt, "messages", add_special_tokens=False)
     check_prompt(backend, token_ids, "messages")
     requested = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
     max_tokens = resolve_max_tokens(backend, requested, None, len(token_ids))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from dspark_jax.serving.api.reply_frame import ReplyFrame
 from dspark_jax.serving.api.sampling import (
     check_model,
     check_prompt,
+    encode,
     make_request,
     resolve_max_tokens,
     text_options,
@@ -143,8 +143,7 @@ async def plan_completion(backend: Backend, body: CompletionBody) -> Completion:
 async def _encode(backend: Backend, prompt: str | list[int], special: bool) -> list[int]:
     if isinstance(prompt, list):
         return prompt
-    # A long text takes long enough to hold up everybody's streams.
-    return await asyncio.to_thread(backend.tokenizer.encode, prompt, add_special_tokens=special)
+    return await encode(backend, prompt, "prompt", add_special_tokens=special)
 
 
 def _echo(

@@ -21,7 +21,7 @@ from dspark_jax.serving.request import (
     TokenChunk,
     TokenLogprob,
 )
-from dspark_jax.serving.tokenizer import TextTokenizer
+from dspark_jax.serving.tokenizer import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Backend:
     """What the routes work with."""
 
     engine: EngineClient
-    tokenizer: TextTokenizer
+    tokenizer: Tokens
     metrics: Metrics
     model_name: str
     reports_speculation: bool = False

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark_jax.serving.request import TokenLogprob
-from dspark_jax.serving.tokenizer import TextTokenizer
+from dspark_jax.serving.tokenizer import Tokens
 
 _LEAST = -9999.0  # JSON has no infinity; vLLM's value for a token that cannot be drawn
 
 
 def completion_logprobs(
-    tokenizer: TextTokenizer,
+    tokenizer: Tokens,
     entries: Sequence[TokenLogprob | None],
     token_ids: Sequence[int],
     offsets: Sequence[int],
@@ -28,9 +28,7 @@ def completion_logprobs(
     }
 
 
-def chat_logprobs(
-    tokenizer: TextTokenizer, entries: Sequence[TokenLogprob]
-) -> list[dict[str, Any]]:
+def chat_logprobs(tokenizer: Tokens, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """The chat form: one object per token, its alternatives most likely first."""
 
     def item(token_id: int, logprob: float) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def chat_logprobs(
     ]
 
 
-def _by_text(tokenizer: TextTokenizer, entry: TokenLogprob) -> dict[str, float]:
+def _by_text(tokenizer: Tokens, entry: TokenLogprob) -> dict[str, float]:
     """Alternatives by their text, the token itself included as OpenAI does."""
     texts: dict[str, float] = {}
     for token_id, logprob in [*_ranked(entry), (entry.token_id, entry.logprob)]:

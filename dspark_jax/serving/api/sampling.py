@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from typing import TypeVar
@@ -11,6 +12,7 @@ from dspark_jax.serving.api.generation import Backend, TextOptions
 from dspark_jax.serving.api.prompt_text import DSML, THINK_BEGIN, THINK_END
 from dspark_jax.serving.api.schema import ChatBody, CompletionBody
 from dspark_jax.serving.request import Request, SamplingParams
+from dspark_jax.serving.tokenizer import IdTokenizer
 
 Body = CompletionBody | ChatBody
 _T = TypeVar("_T")
@@ -26,6 +28,19 @@ def check_model(backend: Backend, name: str | None) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+async def encode(backend: Backend, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of `text`. Raises 400 where the server has no tokenizer."""
+    if isinstance(backend.tokenizer, IdTokenizer):
+        try:
+            return backend.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
+            raise ApiError(f"{error}.", param=param, code="invalid_value") from error
+    # A long text takes long enough to hold up everybody's streams.
+    return await asyncio.to_thread(
+        backend.tokenizer.encode, text, add_special_tokens=add_special_tokens
+    )
 
 
 def check_prompt(backend: Backend, token_ids: Sequence[int], param: str) -> None:

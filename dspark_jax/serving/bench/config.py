@@ -8,7 +8,7 @@ import tyro
 
 from dspark_jax.config import ConfigError
 from dspark_jax.serving.flag_error import FlagError
-from dspark_jax.serving.speculative_config import json_object
+from dspark_jax.serving.json_object import json_object
 
 from .client import Backend
 from .metrics import METRIC_TITLES
