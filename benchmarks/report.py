@@ -18,6 +18,7 @@ from typing import Any
 
 import tyro
 
+from benchmarks.flash_report import draw_pictures, flash_tables
 from benchmarks.result import markdown_table
 from dspark_jax.serving.bench.report import sweep_table
 
@@ -49,9 +50,11 @@ def fill(page: str, results: Path) -> str:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """One result as Markdown: of these benchmarks, of `benchmarks.kernels` or of `bench sweep`."""
+    """One result as Markdown: of these benchmarks, of `benchmarks.kernels`, `bench sweep` or the large sweep."""
     if "points" in data:
         return _sweep(data)
+    if "flash_points" in data:
+        return flash_tables(data)
     if "bytes_per_s" in data:
         return _kernels(data)
     verdict = "Kept" if data["is_kept"] else "**Broken**"
@@ -123,6 +126,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{options.page} is not up to date: python -m benchmarks.report", file=sys.stderr)
         return int(new != old)
     options.page.write_text(new)
+    flash = options.results / "flash_sweep.json"
+    if flash.exists():
+        for path in draw_pictures(json.loads(flash.read_text()), options.page.parent / "pictures"):
+            print(f"wrote {path}")
     print(f"wrote {options.page}")
     return 0
 

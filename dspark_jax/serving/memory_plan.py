@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from dspark_jax.config import ConfigError, ModelConfig
+from dspark_jax.config import ModelConfig
 from dspark_jax.decode.state import init_state
 from dspark_jax.model.cache import PageGeometry, page_tokens
 from dspark_jax.serving.flag_error import FlagError
@@ -15,10 +15,12 @@ from dspark_jax.serving.flag_error import FlagError
 _GIB = 2**30
 # On a CPU there is no telling what else needs memory: the cache takes at most this.
 _CPU_CACHE_BYTES = 2 << 30
-# Temporaries of the largest program, per float32 number of its logits and per activation of its tokens; checked
-# against XLA's own figures at Flash's size, see docs/performance.md.
-_LOGIT_COPIES = 3.0
-_ACTIVATION_COPIES = 8.0
+# Temporaries of a program in copies of its logits and streams (float32), and a constant. XLA says for Flash on
+# SM90: verifying 64 tokens 0.24 GiB, 2048 tokens 4.58 GiB, drafting for 64 requests 1.13 GiB.
+_VERIFY_LOGIT_COPIES = 4
+_DRAFT_LOGIT_COPIES = 5
+_STREAM_COPIES = 4
+_WORKSPACE_FLOOR = 160 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +75,12 @@ def make_plan(
         limit: bytes that the process may take; None where nobody says, as on a CPU.
     """
     one, two = (_state_bytes(cfg, num_slots, max_model_len, cache_dtype, n) for n in (1, 2))
-    logits = 4 * max_logit_rows * cfg.vocab_size
-    activations = 4 * max_tokens * cfg.hc_mult * cfg.hidden_size
+    verify = _VERIFY_LOGIT_COPIES * 4 * max_logit_rows * cfg.vocab_size
+    verify += _STREAM_COPIES * 4 * max_tokens * cfg.hc_mult * cfg.hidden_size
+    drafted = num_slots * cfg.draft.block_size if cfg.draft else 0
+    draft = _DRAFT_LOGIT_COPIES * 4 * drafted * cfg.vocab_size
     slots = one - (two - one)
-    workspace = int(_LOGIT_COPIES * logits + _ACTIVATION_COPIES * activations)
+    workspace = max(verify, draft) + _WORKSPACE_FLOOR
     if limit is None:
         limit = parameter_bytes + slots + workspace + _CPU_CACHE_BYTES
     return MemoryPlan(
@@ -106,25 +110,9 @@ def choose_pages(
             f"{plan.describe(max(pages, 0))}: room for {max(fitting, 0)} cache pages of "
             f"{plan.page / 2**20:.2f} MiB, {max(pages, 0)} wanted, {max_pages} needed for one request of "
             f"{max_model_len} tokens; lower --max-num-seqs, --max-num-batched-tokens or --max-model-len, set "
-            "--num-pages, or raise --gpu-memory-utilization"
+            "--num-pages, raise --gpu-memory-utilization, or serve fewer layers with --hf-overrides"
         )
     return PageGeometry(tokens, int(pages), max_pages)
-
-
-def with_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
-    """`--hf-overrides` that keep the first `layers` layers of a `config.json`; the drafter reads the last ones.
-
-    Raises `ConfigError` when fewer layers than the drafter reads are asked for, or more than there are.
-    """
-    taps = len(raw.get("dspark_target_layer_ids", ()))
-    if not max(taps, 1) <= layers <= raw["num_hidden_layers"]:
-        raise ConfigError(
-            f"num_hidden_layers must lie in {max(taps, 1)}..{raw['num_hidden_layers']}, got {layers}"
-        )
-    overrides: dict[str, Any] = {"num_hidden_layers": layers}
-    if taps:
-        overrides["dspark_target_layer_ids"] = list(range(layers - taps, layers))
-    return overrides
 
 
 def tree_bytes(tree: Any) -> int:
