@@ -7,17 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from dspark_jax.decode.plan import MAX_STOP_IDS, StepPlan
+from dspark_jax.decode.plan import StepPlan
+from dspark_jax.decode.row_layout import FLOATS, INTS, NUM_FLOATS, NUM_INTS
 from dspark_jax.decode.sampling import SamplingRows
 
-_INTS = (
-    "slot num_prompt start samples draft_cap min_depth limit prompt_len min_len seed_low seed_high top_k "
-    "wants_logprobs wants_prompt_logprobs"
-).split()
-_FLOATS = "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty".split()
-NUM_INTS, NUM_FLOATS = len(_INTS) + MAX_STOP_IDS, len(_FLOATS)
-_INT = {name: i for i, name in enumerate(_INTS)}
-_FLOAT = {name: i for i, name in enumerate(_FLOATS)}
+_INT = {name: i for i, name in enumerate(INTS)}
+_FLOAT = {name: i for i, name in enumerate(FLOATS)}
 _PADDING_FLOATS = np.array([0.0, 1.0, 0.0, 0.0, 0.0, 1.0], np.float32)
 
 
@@ -90,32 +85,19 @@ def pack(plan: StepPlan, *, rows: int) -> PackedPlan:
     if len(plan.rows) > rows:
         raise ValueError(f"{len(plan.rows)} rows do not fit an executable of {rows}")
     packed = unused_rows(rows)
-    ints, floats = packed.ints, packed.floats
+    num_rows = len(plan.rows)
+    if num_rows:
+        ints = b"".join([row.packed.ints for row in plan.rows])
+        floats = b"".join([row.packed.floats for row in plan.rows])
+        packed.ints[:num_rows] = np.frombuffer(ints, np.int32).reshape(num_rows, NUM_INTS)
+        packed.floats[:num_rows] = np.frombuffer(floats, np.float32).reshape(num_rows, NUM_FLOATS)
+        packed.ints[:num_rows, _INT["min_depth"]] = plan.min_depth
     prompt_ids = np.zeros(plan.bucket, np.int32)
     used = 0
-    # One assignment for all rows: NumPy converts a list of them faster than one after the other.
-    int_rows: list[tuple[int, ...]] = []
-    float_rows: list[tuple[float, ...]] = []
     for row in plan.rows:
-        count = 0
         if row.prompt_ids is not None:
-            count = len(row.prompt_ids)
-            prompt_ids[used : used + count] = row.prompt_ids
-            used += count
-        low, high = _signed(row.seed & 0xFFFFFFFF), _signed(row.seed >> 32)
-        int_rows.append(
-            (row.slot, count, row.start, row.samples, row.draft_cap, plan.min_depth)
-            + (row.limit, row.prompt_len, row.min_len, low, high, row.top_k)
-            + (row.wants_logprobs, row.wants_prompt_logprobs)
-            + row.stop_ids
-            + (-1,) * (MAX_STOP_IDS - len(row.stop_ids))
-        )
-        float_rows.append(
-            (row.temperature, row.top_p, row.min_p)
-            + (row.presence_penalty, row.frequency_penalty, row.repetition_penalty)
-        )
-    if plan.rows:
-        ints[: len(plan.rows)], floats[: len(plan.rows)] = int_rows, float_rows
+            prompt_ids[used : used + len(row.prompt_ids)] = row.prompt_ids
+            used += len(row.prompt_ids)
     return PackedPlan(
         rows=packed,
         prompt_ids=prompt_ids,
@@ -154,11 +136,6 @@ def unpack_rows(packed: PackedRows) -> Rows:
             top_k=count("top_k"),
             seed=jax.lax.bitcast_convert_type(seed, jnp.uint32),
             min_len=count("min_len"),
-            stop_ids=ints[:, len(_INTS) :],
+            stop_ids=ints[:, len(INTS) :],
         ),
     )
-
-
-def _signed(word: int) -> int:
-    """The int32 with the bits of a 32-bit word."""
-    return word - (1 << 32) if word >= 1 << 31 else word

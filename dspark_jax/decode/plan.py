@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-MAX_STOP_IDS = 9  # eight of the client's and the end-of-sequence token
+from dspark_jax.decode.row_layout import PackedRow, pack_row
 
 
 class RowFinish(enum.IntEnum):
@@ -59,6 +60,11 @@ class RowPlan:
     def num_tokens(self) -> int:
         """Tokens of the row that are not drafts."""
         return 1 if self.prompt_ids is None else len(self.prompt_ids)
+
+    @cached_property
+    def packed(self) -> PackedRow:
+        """The row's bytes, made once: a decoding request has the same row in every step."""
+        return pack_row(self)
 
 
 @dataclass(frozen=True, kw_only=True)

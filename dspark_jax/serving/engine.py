@@ -79,6 +79,7 @@ class Engine:
         self._in_flight: deque[StepInFlight] = deque()
         self._num_steps = 0
         self._last_landed_at = 0.0
+        self._last_cpu_s = 0.0
         self._was_awaited = False
         # Confidences of each slot's newest landed proposal, to compare with what was accepted of it.
         self._confidences = np.ones((executor.num_slots, executor.draft_len), np.float32)
@@ -342,12 +343,15 @@ class Engine:
             self._policy.on_landing(step.slots, serials, outputs.confidences)
             is_new = serials != NO_PROPOSAL
             self._confidences[step.slots[is_new]] = outputs.confidences[is_new]
+        cpu_s = time.thread_time()
+        host_cpu_s, self._last_cpu_s = cpu_s - self._last_cpu_s, cpu_s
         self._metrics.on_step(
             StepReport(
                 bucket=step.bucket,
                 budget=step.size.budget,
                 step_ms=step_ms,
                 host_s=step.planning_s + time.perf_counter() - landed_at,
+                host_cpu_s=host_cpu_s,
                 scheduled=landing.scheduled,
                 admitted=landing.admitted,
                 accepted=landing.accepted,

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.decode.draft_step import DraftOptions, draft_step
-from dspark_jax.decode.packing import NUM_FLOATS, NUM_INTS, PackedPlan, PackedRows
+from dspark_jax.decode.packing import PackedPlan, PackedRows
+from dspark_jax.decode.row_layout import NUM_FLOATS, NUM_INTS
 from dspark_jax.decode.state import DecodeState
 from dspark_jax.decode.step import (
     DeviceLogprobs,

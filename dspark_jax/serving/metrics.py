@@ -7,8 +7,9 @@ are vLLM's, so its dashboards work; `dspark:` names what adaptive verification a
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ _HOST_S = (
     1e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 7e-4, 8e-4, 9e-4, 1e-3, 1.2e-3, 1.5e-3,
     2e-3, 2.5e-3, 3e-3, 4e-3, 5e-3, 7.5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5,
 )  # fmt: skip
+# Drafts are counted for this many steps at once, which takes hardly longer than for one.
+_COUNTED_STEPS = 32
 _ENGINE = "0"  # one engine per process; vLLM's dashboards select on the label
 
 
@@ -52,13 +55,15 @@ class StepReport:
     proposals) feeds the calibration error. `predicted_ms` and `predicted_accepted` are the budget
     policy's expectations, None where it made none; `num_sanitised` counts the confidences that it could
     not use as they were. `host_s` is host time spent on the step outside
-    waiting for the device.
+    waiting for the device; where the host's processors are shared, with the device's own threads for example, it
+    includes the time in which others had them. `host_cpu_s` is the processor time alone.
     """
 
     bucket: int
     budget: int
     step_ms: float
     host_s: float
+    host_cpu_s: float
     scheduled: np.ndarray
     admitted: np.ndarray
     accepted: np.ndarray
@@ -85,6 +90,17 @@ class _Labelled:
         return child
 
 
+class _BeforeCollection:
+    """A collector of nothing, registered first: has the drafts counted before anything is read."""
+
+    def __init__(self, count: Callable[[], None]) -> None:
+        self._count = count
+
+    def collect(self) -> Iterable[Any]:
+        self._count()
+        return ()
+
+
 class Metrics:
     """Every counter, gauge and histogram of one server, in a registry of its own.
 
@@ -93,6 +109,9 @@ class Metrics:
 
     def __init__(self, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
+        self._uncounted: list[StepReport] = []
+        self._lock = threading.Lock()  # of `_uncounted` and of what it is counted into
+        self.registry.register(_BeforeCollection(self._count_drafts))
         self._labels = {"model_name": model_name, "engine": _ENGINE}
         self._calibration = CalibrationError()
         self._log = ThroughputLog(clock)
@@ -212,6 +231,9 @@ class Metrics:
         self.host_time = self._histogram(
             "dspark:host_time_seconds", "Host time of a step outside waiting.", _HOST_S
         ).labels(**own)
+        self.host_cpu_time = self._histogram(
+            "dspark:host_cpu_seconds", "Processor time of the engine's thread for a step.", _HOST_S
+        ).labels(**own)
         self.drafter_skipped_steps = self._counter(
             "dspark:drafter_skipped_steps", "Steps that ran without the drafter."
         ).labels(**own)
@@ -243,6 +265,7 @@ class Metrics:
         if report.predicted_ms is not None:
             self.predicted_step_ms[report.bucket].observe(report.predicted_ms)
         self.host_time.observe(report.host_s)
+        self.host_cpu_time.observe(report.host_cpu_s)
         for counter, count in (
             (self.drafter_skipped_steps, report.is_drafter_skipped),
             (self.non_finite_rows, report.num_non_finite),
@@ -252,37 +275,50 @@ class Metrics:
                 counter.inc(count)
         if report.predicted_accepted is not None:
             self.predicted_accepted.observe(report.predicted_accepted)
-        self._on_drafts(report)
+        if report.scheduled.any():
+            self.actual_accepted.observe(int(report.accepted.sum()))
+            with self._lock:
+                self._uncounted.append(report)
+            if len(self._uncounted) >= _COUNTED_STEPS:
+                self._count_drafts()
 
-    def _on_drafts(self, report: StepReport) -> None:
-        rows = report.scheduled > 0
-        if not rows.any():
-            return
-        longest = int(report.scheduled.max())
-        scheduled, admitted, accepted = (
-            (counts[rows, None] > np.arange(longest)).sum(0)
-            for counts in (report.scheduled, report.admitted, report.accepted)
-        )
-        self._log.add_drafts(int(rows.sum()), accepted)
-        self.num_drafts.inc(int(rows.sum()))
+    def _count_drafts(self) -> None:
+        """Count the drafts of the steps since the last call, by position."""
+        with self._lock:
+            reports, self._uncounted = self._uncounted, []
+            if reports:
+                self._add_drafts(reports)
+
+    def _add_drafts(self, reports: list[StepReport]) -> None:
+        columns = [np.stack([r.scheduled, r.admitted, r.accepted]) for r in reports]
+        counts = np.concatenate(columns, axis=1)
+        counts = counts[:, counts[0] > 0]
+        num_drafts = counts.shape[1]
+        longest = int(counts[0].max())
+        scheduled, admitted, accepted = (counts[:, :, None] > np.arange(longest)).sum(1)
+        self._log.add_drafts(num_drafts, accepted)
+        self.num_drafts.inc(num_drafts)
         self.num_draft_tokens.inc(int(scheduled.sum()))
         self.num_accepted_tokens.inc(int(accepted.sum()))
         self.draft_tokens_admitted.inc(int(admitted.sum()))
         self.draft_tokens_trimmed.inc(int((scheduled - admitted).sum()))
-        self.actual_accepted.observe(int(accepted.sum()))
         by_position = (
             (self.accepted_per_position, accepted),
             (self.admitted_per_position, admitted),
             (self.trimmed_per_position, scheduled - admitted),
         )
-        for counter, counts in by_position:
-            for position, count in enumerate(counts.tolist()):
+        for counter, totals in by_position:
+            for position, count in enumerate(totals.tolist()):
                 child = counter[position]  # shows as 0 from now on
                 if count:
                     child.inc(count)
-        if report.confidences is not None:
+        known = [(r, r.confidences) for r in reports if r.confidences is not None]
+        if known:
+            rows = np.concatenate([r.scheduled for r, _ in known]) > 0
             self._calibration.update(
-                report.confidences[rows], report.admitted[rows], report.accepted[rows]
+                np.concatenate([confidences for _, confidences in known])[rows],
+                np.concatenate([r.admitted for r, _ in known])[rows],
+                np.concatenate([r.accepted for r, _ in known])[rows],
             )
             self.calibration_error.set(self._calibration.value)
 
@@ -314,4 +350,5 @@ class Metrics:
 
     def log_line(self) -> str | None:
         """What happened since the last call, or None if the server was idle."""
+        self._count_drafts()
         return self._log.line()

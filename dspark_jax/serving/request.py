@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from dspark_jax.config import ModelConfig
 
@@ -75,10 +75,10 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class TokenChunk:
+class TokenChunk(NamedTuple):
     """What one engine step adds to a request. `finish_reason` is set on the last chunk only.
 
+    A tuple, because a step makes one for each of its requests and a frozen dataclass takes twice as long.
     `prompt_logprobs` arrives once, on the first chunk: one entry per prompt token, None for the first.
     """
 
@@ -88,7 +88,7 @@ class TokenChunk:
     error: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    speculation: SpeculationStats | None = field(default=None)
+    speculation: SpeculationStats | None = None
 
 
 class EngineClient(Protocol):

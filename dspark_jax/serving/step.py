@@ -64,7 +64,7 @@ class Landing:
     """Outcome of a step: what each request gets, and counts over the rows that could verify a proposal."""
 
     chunks: list[tuple[Sequence, TokenChunk]]
-    verified_rows: list[int]
+    verified_rows: np.ndarray  # int [N], their places in the step
     scheduled: np.ndarray  # int [N], drafts offered by those rows
     admitted: np.ndarray
     accepted: np.ndarray
@@ -79,7 +79,9 @@ def land(step: StepInFlight, outputs: StepOutputs) -> Landing:
     tokens, num_tokens = outputs.tokens.tolist(), outputs.num_tokens.tolist()
     finish, verify_lens = outputs.finish.tolist(), outputs.verify_lens.tolist()
     chunks: list[tuple[Sequence, TokenChunk]] = []
-    verified: list[tuple[int, int, int, int]] = []
+    verified: list[int] = []
+    caps: list[int] = []
+    accepts: list[int] = []
     num_non_finite = 0
     prompt_row = 0  # first of the row's prompt log-probabilities
     for index, scheduled in enumerate(step.schedule.rows):
@@ -91,24 +93,40 @@ def land(step: StepInFlight, outputs: StepOutputs) -> Landing:
             prompt_row += scheduled.num_tokens
         if sequence.status is Status.FINISHED:
             continue
-        is_first = bool(token_ids) and not sequence.output
+        is_first = not sequence.output
         sequence.on_landing(scheduled.min_growth, scheduled.max_growth, token_ids)
-        if row.draft_cap:
+        cap = row.draft_cap
+        if cap:
             admitted = verify_lens[index]
             # The last token is the target's own; where a stop id cut the row short it may have been a draft.
             accepted = min(max(len(token_ids) - 1, 0), admitted)
-            verified.append((index, row.draft_cap, admitted, accepted))
-            sequence.stats.num_drafts += 1
-            sequence.stats.num_draft_tokens += row.draft_cap
-            sequence.stats.num_admitted_tokens += admitted
-            sequence.stats.num_accepted_tokens += accepted
+            verified.append(index)
+            caps.append(cap)
+            accepts.append(accepted)
+            stats = sequence.stats
+            stats.num_drafts += 1
+            stats.num_draft_tokens += cap
+            stats.num_admitted_tokens += admitted
+            stats.num_accepted_tokens += accepted
+        if finish[index] == RowFinish.RUNNING and not is_first and not row.wants_logprobs:
+            # Nearly every row of nearly every step.
+            if token_ids:
+                chunks.append((sequence, TokenChunk(tuple(token_ids))))
+            continue
         reason = _REASONS[finish[index]]
         num_non_finite += finish[index] == RowFinish.NON_FINITE
         if token_ids or reason is not None:
             logprobs = _output_logprobs(sequence, outputs, index, token_ids)
+            is_first = is_first and bool(token_ids)
             chunks.append((sequence, _chunk(sequence, token_ids, reason, logprobs, is_first)))
-    columns = np.array(verified, np.int64).reshape(-1, 4)
-    return Landing(chunks, columns[:, 0].tolist(), *columns[:, 1:].T, num_non_finite=num_non_finite)
+    return Landing(
+        chunks,
+        np.array(verified, np.intp),
+        np.array(caps, np.int64),
+        outputs.verify_lens[verified].astype(np.int64),
+        np.array(accepts, np.int64),
+        num_non_finite=num_non_finite,
+    )
 
 
 def _chunk(

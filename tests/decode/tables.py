@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decode.plan import MAX_STOP_IDS
+from dspark_jax.decode.row_layout import MAX_STOP_IDS
 from dspark_jax.decode.sampling import SamplingRows, Stream, draw
 from dspark_jax.decode.shaping import only_the_best, shaped_logits
 from dspark_jax.decode.state import TokenCounts

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.decode.plan import MAX_STOP_IDS
+from dspark_jax.decode.row_layout import MAX_STOP_IDS
 from dspark_jax.decode.sampling import SamplingRows
 from dspark_jax.decode.shaping import only_the_best, shaped_logits
 from dspark_jax.decode.state import TokenCounts

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig, config_from_dict
 from dspark_jax.decode.draft_step import DraftOptions, draft_step
-from dspark_jax.decode.packing import NUM_FLOATS, NUM_INTS, PackedPlan, PackedRows
+from dspark_jax.decode.packing import PackedPlan, PackedRows
+from dspark_jax.decode.row_layout import NUM_FLOATS, NUM_INTS
 from dspark_jax.decode.state import init_state
 from dspark_jax.decode.step import ModelParams, StepOptions, verify_step
 from dspark_jax.decode.verify import Method

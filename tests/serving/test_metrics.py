@@ -11,7 +11,15 @@ def report(**fields):
     zeros = np.zeros(0, np.int32)
     defaults = {"scheduled": zeros, "admitted": zeros, "accepted": zeros}
     return StepReport(
-        **{"bucket": 8, "budget": 0, "step_ms": 4.0, "host_s": 1e-3, **defaults, **fields}
+        **{
+            "bucket": 8,
+            "budget": 0,
+            "step_ms": 4.0,
+            "host_s": 1e-3,
+            "host_cpu_s": 5e-4,
+            **defaults,
+            **fields,
+        }
     )
 
 
@@ -61,6 +69,7 @@ def test_steps_are_timed_by_bucket():
     assert sample(metrics, "dspark:predicted_step_ms_count", bucket="16") is None
     assert sample(metrics, "dspark:verification_budget_sum") == 5
     assert sample(metrics, "dspark:host_time_seconds_sum") == pytest.approx(2e-3)
+    assert sample(metrics, "dspark:host_cpu_seconds_sum") == pytest.approx(1e-3)
     assert sample(metrics, "dspark:predicted_accepted_tokens_sum") == 3.9
     assert sample(metrics, "dspark:accepted_tokens_sum") == 4
     assert sample(metrics, "dspark:drafter_skipped_steps_total") == 1
