@@ -165,3 +165,15 @@ def test_corrected_costs_never_fall():
 def test_correction_refuses_nonsense(arguments):
     with pytest.raises(ValueError):
         LiveCorrection(max_tokens=8, **arguments)
+
+
+def test_fewer_buckets_make_the_stairs_wider():
+    curve = CostCurves(context_len=0, verify={1: 1.0, 4: 2.0, 8: 3.0, 16: 9.0}, draft={4: 1.0})
+    table = CostTable([curve], max_tokens=16, max_requests=4)
+    cut = table.padded_to((4, 16))
+    ms = lambda t, n: t.step_ms(n, 1, draft=False, context_len=0)
+    assert [ms(cut, n) for n in (1, 4, 5, 8, 16)] == [2.0, 2.0, 9.0, 9.0, 9.0]
+    assert [ms(table, n) for n in (1, 5, 9)] == [1.0, 3.0, 9.0]
+    assert cut.step_ms(5, 2, draft=True, context_len=0) == 10.0
+    with pytest.raises(ValueError, match="must end at 16 tokens"):
+        table.padded_to((4, 8))

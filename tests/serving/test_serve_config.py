@@ -15,8 +15,10 @@ from dspark_jax.serving.speculative_config import (
     parse_speculative_config,
     to_json,
 )
+from dspark_jax.serving.synthetic_profile import SyntheticProfile, parse_profile, profile_to_json
 from tests.serving.fake_engine import MODEL_CONFIG
 
+SYNTHETIC = '{"rejection_sample_method": "synthetic"}'
 DRAFT = DraftConfig(block_size=7, noise_token_id=2, target_layer_ids=(0,), markov_rank=4)
 WITH_DRAFTER = dataclasses.replace(MODEL_CONFIG, draft=DRAFT)
 
@@ -55,6 +57,37 @@ def test_flags_of_vllm_are_read(monkeypatch):
         rejection_sample_method="coupled",
     )
     assert parse_flags(["--max-capture-tokens", "9"]).capture_tokens == 9
+
+
+def test_flags_for_benchmarks_are_read():
+    config = parse_flags(
+        [
+            "--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 2}', "--skip-tokenizer-init",
+            "--gpu-memory-utilization", "0.8", "--benchmark-policy-endpoint",
+            "--compilation-config", '{"cudagraph_capture_sizes": [1, 4, 8]}',
+            "--benchmark-synthetic-acceptance", '{"request_spread": 0.1, "miscalibration": 2}',
+            "--speculative-config",
+            '{"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9, 0.5]}',
+        ]
+    )  # fmt: skip
+    assert (config.load_format, config.hf_overrides) == ("dummy", {"num_hidden_layers": 2})
+    assert config.skip_tokenizer_init
+    assert config.benchmark_policy_endpoint
+    assert (config.gpu_memory_utilization, config.capture_sizes) == (0.8, (1, 4, 8))
+    assert config.capture_tokens is None
+    assert config.synthetic_profile == SyntheticProfile(
+        rates=(0.9, 0.5), request_spread=0.1, miscalibration=2
+    )
+    assert parse_profile(profile_to_json(config.synthetic_profile)) == config.synthetic_profile
+    with pytest.raises(FlagError, match="has 2 rates, the drafter 7 positions"):
+        config.check(WITH_DRAFTER)
+    default = parse_flags(
+        ["--benchmark-synthetic-acceptance", "default", "--speculative-config", SYNTHETIC]
+    )
+    default.check(WITH_DRAFTER)
+    assert default.synthetic_profile == SyntheticProfile()
+    assert default.synthetic_profile.rates[0] > 0.7
+    assert default.synthetic_profile.rates[-1] < 0.1
 
 
 def test_defaults_serve_the_bundled_model_without_speculation(monkeypatch):
@@ -116,6 +149,46 @@ def test_the_key_may_come_from_the_environment(monkeypatch, capsys):
                 '{"max_cudagraph_capture_size": 9}',
             ],
             "leave one of them out",
+        ),
+        (
+            ["--compilation-config", '{"cudagraph_capture_sizes": [4, 2]}'],
+            "positive and increasing",
+        ),
+        (
+            [
+                "--max-capture-tokens",
+                "8",
+                "--compilation-config",
+                '{"cudagraph_capture_sizes": [8]}',
+            ],
+            "leave one of them out",
+        ),
+        (["--hf-overrides", "7"], "--hf-overrides: must be a JSON object"),
+        (["--gpu-memory-utilization", "1.5"], "must lie in (0, 1]"),
+        (["--speculative-config", SYNTHETIC], "add --benchmark-synthetic-acceptance default"),
+        (
+            ["--benchmark-synthetic-acceptance", "default"],
+            'needs "rejection_sample_method": "synthetic"',
+        ),
+        (
+            ["--benchmark-synthetic-acceptance", "default", "--speculative-config", "{}"],
+            'needs "rejection_sample_method": "synthetic"',
+        ),
+        (
+            ["--benchmark-synthetic-acceptance", '{"rates": [0.2, 0.3]}'],
+            "rates are chances that the first k drafts are all accepted and cannot rise",
+        ),
+        (["--benchmark-synthetic-acceptance", '{"rates": 1}'], "rates must be a list of numbers"),
+        (["--benchmark-synthetic-acceptance", '{"request_spread": 1}'], "must lie in [0, 1)"),
+        (
+            ["--benchmark-synthetic-acceptance", '{"request_spread": 0.6, "round_spread": 0.5}'],
+            "leave nothing to chance",
+        ),
+        (["--benchmark-synthetic-acceptance", '{"miscalibration": 0}'], "must be positive"),
+        (["--benchmark-synthetic-acceptance", '{"a": 1}'], "unknown key 'a'; known are"),
+        (
+            ["--speculative-config", '{"synthetic_acceptance_rates": [0.5]}'],
+            'synthetic_acceptance_rates needs "rejection_sample_method": "synthetic"',
         ),
         (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
         (

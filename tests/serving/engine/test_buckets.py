@@ -93,3 +93,13 @@ def test_bucket_for_at_the_edges() -> None:
     assert [bucket_for(buckets, n) for n in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
     with pytest.raises(ValueError, match="9 tokens exceeds the largest bucket, 8"):
         bucket_for(buckets, 9)
+
+
+def test_sizes_take_the_place_of_the_ladder():
+    sizes = (1, 4, 8, 96)
+    limits = dict(max_num_batched_tokens=512, max_num_seqs=64, draft_len=7, sizes=sizes)
+    assert token_buckets(**limits) == (1, 4, 8, 96, 192, 384, 512)
+    assert row_buckets(64, sizes=sizes) == (1, 4, 8, 64)
+    assert row_buckets(4, sizes=sizes) == (1, 4)
+    with pytest.raises(FlagError, match="does not hold one request's draft"):
+        token_buckets(**(limits | {"sizes": (1, 4)}))
