@@ -92,10 +92,11 @@ class Executables:
         return logit_rows(bucket, self.draft_len, self._num_slots)
 
     def compile(self, params: ModelParams, state: DecodeState, *, progress: bool) -> None:
-        """Load or compile everything for arrays like these, largest first, one thread per core."""
+        """Load or compile what is missing for arrays like these, largest first, one thread per core."""
         params, state = jax.tree.map(_abstract, (params, state))
         jobs = [(self.verify, b, self._verify_program) for b in self._token_buckets]
         jobs += [(self.draft, b, self._draft_program) for b in self.row_buckets]
+        jobs = [job for job in jobs if job[1] not in job[0]]
         jobs.sort(key=lambda job: -job[1])
 
         def run(job: tuple[dict[int, Program], int, Callable[..., Program]]) -> None:

@@ -174,16 +174,14 @@ class Executor:
             logger.info("%s", plan.describe(geometry.pages))
             return geometry
 
+        storage: dict[str, Any] = {"dtype": dtype, "keep_quantized": on_gpu}
         if config.load_format == "dummy":
-            storage = {"dtype": dtype, "keep_quantized": on_gpu}
-            geometry = lay_out(ModelParams(*abstract_params(model_config, **storage)))
-            made = dummy_params(model_config, **storage, seed=config.seed, progress=True)
-            params = ModelParams(*made)
+            params = ModelParams(*abstract_params(model_config, **storage))
+            geometry = lay_out(params)
         else:
             model_config, target, draft = load_checkpoint(
                 config.model_folder,
-                dtype=dtype,
-                keep_quantized=on_gpu,
+                **storage,
                 draft=speculative is not None,
                 overrides=config.hf_overrides,
                 progress=True,
@@ -191,6 +189,14 @@ class Executor:
             params = ModelParams(target=target, draft=draft)
             geometry = lay_out(params)
         acceptance = config.synthetic_profile
+        synthetic = None
+        if acceptance is not None:
+            synthetic = pack_profile(
+                acceptance.rates,
+                request_spread=acceptance.request_spread,
+                round_spread=acceptance.round_spread,
+                miscalibration=acceptance.miscalibration,
+            )
         executables = Executables(
             model_config,
             token_buckets=buckets,
@@ -204,6 +210,21 @@ class Executor:
             dispatch=dispatch,
             store=ProgramStore(cache_dir / "programs"),
         )
+        if config.load_format == "dummy":
+            state = jax.eval_shape(
+                lambda: init_state(
+                    model_config,
+                    slots=limits.max_num_seqs,
+                    geometry=geometry,
+                    with_drafter=draft_len > 0,
+                    dtype=cache_dtype,
+                    synthetic=synthetic,
+                )
+            )
+            # Before the weights are there, because XLA tries matrix products on the device, which takes memory.
+            executables.compile(params, state, progress=True)
+            made = dummy_params(model_config, **storage, seed=config.seed, progress=True)
+            params = ModelParams(*made)
         profile = None
         if speculative is not None and speculative.enable_adaptive_verification:
             profile = ProfileSettings.from_config(
@@ -223,14 +244,7 @@ class Executor:
             buckets=buckets,
             cache_dtype=cache_dtype,
             profile=profile,
-            synthetic=None
-            if acceptance is None
-            else pack_profile(
-                acceptance.rates,
-                request_spread=acceptance.request_spread,
-                round_spread=acceptance.round_spread,
-                miscalibration=acceptance.miscalibration,
-            ),
+            synthetic=synthetic,
         )
 
     def fresh_state(self) -> DecodeState:
