@@ -28,6 +28,7 @@ from dspark_jax.kernels.dispatch import default_dispatch
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.serving.buckets import bucket_for, row_buckets, token_buckets
 from dspark_jax.serving.config import ServeConfig
+from dspark_jax.serving.dummy_step import run_every_program
 from dspark_jax.serving.executables import Executables, logit_rows
 from dspark_jax.serving.flag_error import FlagError
 from dspark_jax.serving.memory_plan import choose_pages, device_limit, make_plan, tree_bytes
@@ -263,8 +264,9 @@ class Executor:
         return self._executables.logit_rows(bucket)
 
     def warm_up(self) -> None:
-        """Compile every program and, for adaptive verification, measure or load the step times."""
+        """Compile and run every program and, for adaptive verification, measure or load the step times."""
         self._executables.compile(self._params, self.state, progress=True)
+        run_every_program(self, self._executables.row_buckets, progress=True)
         if self._profile is not None:
             self.cost_table = build_cost_table(self, self._profile)
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 import dspark_jax
@@ -29,9 +27,8 @@ from dspark_jax.budget import (
     resolve_context_len,
     save_profile,
 )
-from dspark_jax.decode.plan import RowPlan, StepPlan
-from dspark_jax.serving.buckets import bucket_for
 from dspark_jax.serving.config import ServeConfig
+from dspark_jax.serving.dummy_step import dummy_plan, pretend
 
 if TYPE_CHECKING:
     from dspark_jax.serving.executor import Executor
@@ -131,8 +128,8 @@ def _measure(executor: Executor, settings: ProfileSettings) -> tuple[CostCurves,
 
 def _sample(executor: Executor, shape: ProfileShape, context_len: int) -> ProfileSample:
     """Time one verification of `shape.num_tokens` tokens and the drafter pass after it."""
-    _pretend(executor, context_len)
-    plan = _dummy_plan(executor, shape, context_len)
+    pretend(executor, context_len)
+    plan = dummy_plan(executor, shape.num_tokens, shape.num_requests)
     jax.block_until_ready(executor.state)
     started = time.perf_counter()
     executor.dispatch(plan)
@@ -148,63 +145,6 @@ def _sample(executor: Executor, shape: ProfileShape, context_len: int) -> Profil
         verify_ms=1e3 * (verified - started),
         draft_ms=1e3 * (drafted - verified),
         is_captured=shape.is_captured,
-    )
-
-
-def _pretend(executor: Executor, context_len: int) -> None:
-    """Make every slot look like a request with `context_len` cached tokens and a full pending draft.
-
-    Token ids differ, so that routing spreads over the experts as real text does.
-    """
-    state = executor.state
-    assert state.proposals is not None
-    slots, vocab = executor.num_slots, executor.model_config.vocab_size
-    ids = np.random.default_rng(0).integers(0, vocab, (slots, executor.draft_len + 1))
-    proposals = state.proposals.replace(
-        lens=jnp.full(slots, executor.draft_len, jnp.int32),
-        tokens=jnp.asarray(ids[:, 1:], jnp.int32),
-        confidences=jnp.ones((slots, executor.draft_len), jnp.float32),
-    )
-    executor.state = state.replace(
-        positions=jnp.full(slots, context_len, jnp.int32),
-        anchors=jnp.asarray(ids[:, 0], jnp.int32),
-        ended=jnp.zeros(slots, bool),
-        proposals=proposals,
-    )
-
-
-def _dummy_plan(executor: Executor, shape: ProfileShape, context_len: int) -> StepPlan:
-    """`shape.num_tokens` tokens: decoding rows with their drafts, then a prompt chunk if that is not enough."""
-    rows = [
-        RowPlan(
-            slot=slot,
-            draft_cap=executor.draft_len,
-            limit=executor.max_model_len,
-            prompt_len=1,
-            temperature=1.0,
-        )
-        for slot in range(shape.num_requests)
-    ]
-    budget = min(shape.num_tokens - len(rows), executor.draft_len * len(rows))
-    rest = shape.num_tokens - len(rows) - budget
-    if rest:
-        # The last row brings what is left as a chunk of its prompt.
-        chunk = min(rest + 1 + executor.draft_len, executor.max_model_len - 1)
-        budget = max(budget - executor.draft_len, 0)
-        rows[-1] = RowPlan(
-            slot=len(rows) - 1,
-            prompt_ids=np.arange(chunk, dtype=np.int32) % executor.model_config.vocab_size,
-            limit=executor.max_model_len,
-            prompt_len=chunk,
-        )
-    # Pages of different slots overlap: only the time is wanted.
-    pages = np.arange(executor.num_slots * executor.max_pages) % executor.num_pages
-    return StepPlan(
-        rows=tuple(rows),
-        page_table=pages.reshape(executor.num_slots, executor.max_pages).astype(np.int32),
-        budget=budget,
-        bucket=bucket_for(executor.buckets, shape.num_tokens),
-        drafts=False,
     )
 
 

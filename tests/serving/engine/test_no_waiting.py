@@ -86,6 +86,7 @@ class Programs:
         rows = unpack_rows(plan.rows)
         num_rows = len(plan.rows.ints)
         ints = np.zeros((num_rows, DRAFT_LEN + 4), np.int32)
+        self.limits[:] = 0  # of slots without a row, which wait for nothing
         for i, slot in enumerate(np.asarray(rows.slot).tolist()):
             if slot < 0:
                 continue
