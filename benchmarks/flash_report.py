@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.flash_model import FLASH
 from benchmarks.published_sweeps import FLASH_CAPTURE_1024, PRO_FULL_CAPTURE, Sweep
 from benchmarks.result import markdown_table
+from benchmarks.step_floor import Options as FloorOptions
+from benchmarks.step_floor import tables
 from dspark_jax.serving.bench.arms import arm_rank, fixed_len
 from dspark_jax.serving.bench.plots import draw_pareto, draw_speculation
 
@@ -34,6 +37,7 @@ def flash_tables(data: Mapping[str, Any]) -> str:
             f"{settings['output_len']} tokens, {settings['prompts_per_stream']} per stream, temperature "
             f"{settings['temperature']:g}, acceptance {settings['acceptance']}.\n"
         )
+        lines.append(_floors(data["starts"], scenario, settings))
     lines.extend(_start(start) for start in data["starts"])
     return "\n".join(lines) + "\n"
 
@@ -108,6 +112,24 @@ def draw_cost(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
+
+
+def _floors(starts: Sequence[Mapping[str, Any]], scenario: str, settings: Mapping[str, Any]) -> str:
+    """Step times that the scenario's server measured at start, over what they must at least be."""
+    model = FLASH.parent / settings["model"]
+    mine = [start for start in starts if start["scenario"] == scenario and start["curves"]]
+    if not mine or not (model / "config.json").exists():
+        return ""
+    options = FloorOptions(
+        model=model,
+        layers=settings["layers"],
+        draft_len=settings["draft_len"],
+        buckets=tuple(settings["capture_sizes"]),
+        max_num_seqs=settings["max_num_seqs"],
+        context_len=max(curve["context_len"] for curve in mine[-1]["curves"]),
+        scenario=scenario,
+    )
+    return tables(options, starts)
 
 
 def _throughput(results: Results) -> list[dict[str, Any]]:

@@ -71,7 +71,7 @@ class Options:
     """The server's flag."""
     max_model_len: int = 2048
     """The server's flag."""
-    input_len: int = 128
+    input_len: int = 64
     """Prompt tokens of a request."""
     output_len: int = 128
     """Tokens to generate per request."""
@@ -81,8 +81,10 @@ class Options:
     """Requests at the least."""
     request_rate: float = float("inf")
     """Requests per second; with a finite rate prompts arrive during decoding."""
+    num_warmups: int = 16
+    """Requests before each point, at most as many as are in flight. The start has run every program."""
     warmup_len: int = 8
-    """Tokens of each warm-up request; as many requests as are in flight."""
+    """Tokens of each of them."""
     temperature: float = 1.0
     """Of every request."""
     acceptance: str = "default"
@@ -220,8 +222,10 @@ class Sweep:
                 return False
             in_force = await self._switch(arm, key.capture)
             prompts = self._prompts(key.concurrency)
-            short = [Prompt(p.content, options.warmup_len) for p in prompts[: key.concurrency]]
-            await warm_up(client, short, key.concurrency, self.stop)
+            count = min(key.concurrency, options.num_warmups)
+            short = [Prompt(p.content, options.warmup_len) for p in prompts[:count]]
+            if short:
+                await warm_up(client, short, key.concurrency, self.stop)
             before = await self._steps()
             result = await measure(
                 client,

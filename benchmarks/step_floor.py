@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -292,23 +292,22 @@ def _columns(
 
 
 def measured_curves(
-    path: Path, scenario: str | None, context_len: int
+    starts: Sequence[Mapping[str, Any]], scenario: str | None, context_len: int
 ) -> tuple[dict[int, float], dict[int, float], int | None]:
-    """Verify and draft times of the last start, at the context nearest to `context_len`, and that context."""
-    if not path.exists():
-        return {}, {}, None
-    starts = [
-        start
-        for start in json.loads(path.read_text())["starts"]
-        if start["curves"] and scenario in (None, start["scenario"])
+    """Verify and draft times of the last start, at the context nearest to `context_len`, and that context.
+
+    `starts` are those of flash_sweep.json, `scenario` whose to look at, or any.
+    """
+    measured = [
+        start for start in starts if start["curves"] and scenario in (None, start["scenario"])
     ]
-    if not starts:
+    if not measured:
         return {}, {}, None
-    curve = min(starts[-1]["curves"], key=lambda c: abs(c["context_len"] - context_len))
+    curve = min(measured[-1]["curves"], key=lambda c: abs(c["context_len"] - context_len))
     return dict(curve["verify"]), dict(curve["draft"]), curve["context_len"]
 
 
-def tables(options: Options) -> str:
+def tables(options: Options, starts: Sequence[Mapping[str, Any]] = ()) -> str:
     """Both tables and a line on the ceilings, as Markdown."""
     overrides = overrides_for(options.model, layers=options.layers, draft_len=options.draft_len)
     cfg = load_config(options.model, overrides)
@@ -317,7 +316,7 @@ def tables(options: Options) -> str:
         ceilings = json.loads(options.ceilings.read_text())
         gb_s = gb_s or ceilings["bytes_per_s"] / 1e9
         tflop_s = tflop_s or ceilings["flops"] / 1e12
-    verify, draft, context = measured_curves(options.sweep, options.scenario, options.context_len)
+    verify, draft, context = measured_curves(starts, options.scenario, options.context_len)
     rates = {"gb_s": gb_s, "tflop_s": tflop_s}
     return (
         f"{markdown_table(floor_rows(cfg, options, measured=verify, **rates))}\n"
@@ -330,7 +329,9 @@ def tables(options: Options) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the tables; the exit status."""
-    print(tables(tyro.cli(Options, args=argv)))
+    options = tyro.cli(Options, args=argv)
+    starts = json.loads(options.sweep.read_text())["starts"] if options.sweep.exists() else []
+    print(tables(options, starts))
     return 0
 
 

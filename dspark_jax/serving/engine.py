@@ -66,6 +66,7 @@ class Engine:
         self._model_config = model_config
         self._metrics = metrics
         self._build_policy = build_policy
+        self._seed = seed
         self._random = random.Random(seed)
         self._intake = Intake(max_open_requests)
         self._on_failure = on_failure
@@ -155,6 +156,8 @@ class Engine:
     ) -> None:
         """Let another policy size the steps from now on; for benchmarks.
 
+        Requests without a seed draw the same ones after every change.
+
         Args:
             policy: a new one.
             buckets: those of the executor's buckets that steps may run in, with its last; all if None.
@@ -168,6 +171,7 @@ class Engine:
                 f"buckets {list(buckets)} are not some of {list(compiled)}, the last included"
             )
         with self._intake.asleep():
+            self._random.seed(self._seed)
             self._use(policy, buckets)
 
     def _use(self, policy: VerificationPolicy, buckets: tuple[int, ...]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -69,9 +67,8 @@ def test_a_part_takes_the_larger_of_its_two_times():
     assert work["transition"].num_bytes > 7 * 129280 * 256 * 2
 
 
-def test_measured_times_stand_beside_the_floor(tmp_path):
-    path = tmp_path / "sweep.json"
-    assert measured_curves(path, None, 2000) == ({}, {}, None)
+def test_measured_times_stand_beside_the_floor():
+    assert measured_curves([], None, 2000) == ({}, {}, None)
     curves = [
         {"context_len": 250, "verify": [[1, 5.0]], "draft": [[1, 1.0]]},
         {"context_len": 2000, "verify": [[1, 7.0], [64, 40.0]], "draft": [[1, 2.0], [8, 3.0]]},
@@ -80,10 +77,10 @@ def test_measured_times_stand_beside_the_floor(tmp_path):
         {"scenario": "a", "curves": curves},
         {"scenario": "b", "curves": None},
     ]
-    path.write_text(json.dumps({"starts": starts}))
-    assert measured_curves(path, None, 1900) == ({1: 7.0, 64: 40.0}, {1: 2.0, 8: 3.0}, 2000)
-    options = Options(layers=30, buckets=(1, 64), sweep=path, gb_s=4000, tflop_s=700)
-    text = tables(options)
+    assert measured_curves(starts, "b", 1900) == ({}, {}, None)
+    assert measured_curves(starts, None, 1900) == ({1: 7.0, 64: 40.0}, {1: 2.0, 8: 3.0}, 2000)
+    options = Options(layers=30, buckets=(1, 64), gb_s=4000, tflop_s=700)
+    text = tables(options, starts)
     (row,) = [line for line in text.splitlines() if line.startswith("|     64 |")]
     ratio = float(row.split("|")[-2])
     assert ratio == pytest.approx(40 / float(row.split("|")[-4]), rel=0.02)
