@@ -1,6 +1,7 @@
 """When to stop running the drafter, and when to look again."""
 
 import enum
+from dataclasses import dataclass
 
 from dspark_jax.budget.optimizer import BudgetDecision
 
@@ -17,6 +18,16 @@ _LARGEST_GAIN = 0.2  # of one decision, either way
 _PROBE_WEIGHT = 0.25
 
 
+@dataclass
+class _Load:
+    """What is known of one class of loads: those of the same power of two."""
+
+    interval: int  # steps from a vain attempt to the next
+    gain: float = 0.0  # running mean
+    is_resting: bool = False
+    remaining: int = 0  # steps until the next attempt, while resting
+
+
 class DraftSkipper:
     """Turns the drafter off while ordinary decoding is predicted to be faster than any budget.
 
@@ -24,10 +35,16 @@ class DraftSkipper:
     budget beats ordinary decoding, or loses; once the running mean of that is a loss, the drafter
     stops. A mean and not a run of losses: near the break-even every second step may win while all
     of them together lose. It is tried again every `probe_interval` steps, the interval doubling
-    after each attempt in vain, and at once when the load has halved. An attempt drafts for
-    `probe_len` steps without verifying anything, because until the first confidences are back on
-    the host every draft would have to be believed; then one ordinary decision joins the mean and
-    settles whether to go on.
+    after each attempt in vain. An attempt drafts for `probe_len` steps without verifying anything,
+    because until the first confidences are back on the host every draft would have to be believed;
+    then one ordinary decision joins the mean and settles whether to go on. A drafter that takes as
+    long as the rest of the step thus costs less than 3 % where it never pays.
+
+    All this is known for each class of loads apart, a class being the requests of the same power of
+    two: what a full batch has taught says little about a few requests, and the batch that shrinks
+    for a moment whenever a request ends should not learn the same again each time. A class that is
+    new takes over what the class before it knew; if there the drafter rested under a higher load,
+    an attempt is made at once.
     """
 
     def __init__(
@@ -35,8 +52,8 @@ class DraftSkipper:
         *,
         memory: int = 16,
         margin: float = 0.02,
-        probe_interval: int = 64,
-        max_probe_interval: int = 512,
+        probe_interval: int = 128,
+        max_probe_interval: int = 1024,
         probe_len: int = 2,
     ) -> None:
         """
@@ -63,10 +80,10 @@ class DraftSkipper:
         self.probe_len = probe_len
         self.mode = DraftMode.DRAFT
         self.num_skipped = 0
-        self._gain = 0.0
-        self._interval = probe_interval
-        self._remaining = 0
-        self._stopped_at_load = 0
+        self._remaining = 0  # steps of the attempt under way whose confidences aren't believed
+        self._class = 0
+        self._load = _Load(probe_interval)
+        self._loads: dict[int, _Load] = {}
 
     def update(self, decision: BudgetDecision) -> DraftMode:
         """Mode of the step the decision was made for; call it once for every step.
@@ -74,6 +91,7 @@ class DraftSkipper:
         In `PROBE` the caller replaces the budget by 0, in `SKIP` it runs the executable without the
         drafter.
         """
+        self._enter(decision.num_sampling)
         if self.mode is DraftMode.SKIP:
             return self.rest(decision.num_sampling)
         if self.mode is DraftMode.PROBE and self._remaining > 0:
@@ -87,20 +105,38 @@ class DraftSkipper:
     def rest(self, num_sampling: int) -> DraftMode:
         """`update` for a step in `SKIP`, where nothing is decided but when to probe.
 
+        Under a load at which the drafter is known to pay, the attempt is made at once too.
+
         Args:
             num_sampling: requests that emit a token in the step.
         """
-        self._remaining -= 1
-        has_halved = 0 < 2 * num_sampling <= self._stopped_at_load
-        if has_halved:
-            # What was learned under twice the load says little about this one.
-            self._gain = 0.0
-        if self._remaining <= 0 or has_halved:
+        self._enter(num_sampling)
+        load = self._load
+        load.remaining -= 1
+        if load.remaining <= 0 or not load.is_resting:
             self.mode = DraftMode.PROBE
             self._remaining = self.probe_len - 1
         else:
+            self.mode = DraftMode.SKIP
             self.num_skipped += 1
         return self.mode
+
+    def _enter(self, num_sampling: int) -> None:
+        """Go by what is known of this load; a step that samples nothing belongs to the load before it."""
+        new = num_sampling.bit_length()
+        if not num_sampling or new == self._class:
+            return
+        before, is_less = self._load, new < self._class
+        if new not in self._loads:
+            self._loads[new] = _Load(
+                self.probe_interval if is_less else before.interval,
+                0.0 if is_less and before.is_resting else before.gain,
+                before.is_resting,
+                0 if is_less else before.remaining,
+            )
+        self._class, self._load = new, self._loads[new]
+        if self.mode is DraftMode.DRAFT and self._load.is_resting:
+            self.mode = DraftMode.SKIP
 
     def _judge(self, decision: BudgetDecision) -> None:
         plain = decision.plain_tokens_per_ms
@@ -110,17 +146,19 @@ class DraftSkipper:
         is_probe = self.mode is DraftMode.PROBE
         # A probe has few decisions to speak through.
         weight = max(_PROBE_WEIGHT, 1 / self.memory) if is_probe else 1 / self.memory
-        self._gain += weight * (gain - self._gain)
-        if is_probe and self._gain >= 0.0:
-            self._interval = self.probe_interval
+        load = self._load
+        load.gain += weight * (gain - load.gain)
+        if is_probe and load.gain >= 0.0:
+            load.interval = self.probe_interval
+            load.is_resting = False
             self.mode = DraftMode.DRAFT
         elif is_probe:
-            self._interval = min(2 * self._interval, self.max_probe_interval)
-            self._stop(decision)
-        elif self._gain < -self.margin:
-            self._stop(decision)
+            load.interval = min(2 * load.interval, self.max_probe_interval)
+            self._stop()
+        elif load.gain < -self.margin:
+            self._stop()
 
-    def _stop(self, decision: BudgetDecision) -> None:
+    def _stop(self) -> None:
         self.mode = DraftMode.SKIP
-        self._remaining = self._interval
-        self._stopped_at_load = decision.num_sampling
+        self._load.is_resting = True
+        self._load.remaining = self._load.interval

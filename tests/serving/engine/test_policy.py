@@ -300,7 +300,7 @@ def test_target_token_ms_comes_from_the_flag(bound: float | None, budget: int) -
 def test_drafter_skipping_comes_from_the_flag(enabled: bool, modes: set[bool]) -> None:
     policy = from_flag(flat_cost(draft_ms=50.0), enable_drafter_skipping=enabled)
     record(policy, 1, 0.1, 0.1)
-    sizes = [policy.size(decode_schedule(2, 2)) for _ in range(100)]
+    sizes = [policy.size(decode_schedule(2, 2)) for _ in range(300)]
     assert {size.drafts for size in sizes} == modes
     if enabled:
         resting = [size.drafts for size in sizes].index(False)
