@@ -37,6 +37,8 @@ _ENGINE = (
     ("Mean verification budget (tok/step):", "dspark_verification_budget", ".2f"),
     ("Host ms/step outside device, median:", "dspark_median_host_time_ms", ".3f"),
     ("Host ms/step outside device, mean:", "dspark_host_time_ms", ".3f"),
+    ("Engine thread CPU ms/step, median:", "dspark_median_host_cpu_ms", ".3f"),
+    ("Engine thread CPU ms/step, mean:", "dspark_host_cpu_ms", ".3f"),
 )
 
 _TABLE_COLUMNS = (
@@ -51,6 +53,7 @@ _TABLE_COLUMNS = (
     ("budget per step", "dspark_verification_budget", ".1f"),
     ("median host ms/step", "dspark_median_host_time_ms", ".3f"),
     ("mean host ms/step", "dspark_host_time_ms", ".3f"),
+    ("median engine CPU ms/step", "dspark_median_host_cpu_ms", ".3f"),
     ("failed", "failed", "d"),
 )
 

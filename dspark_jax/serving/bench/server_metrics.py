@@ -11,7 +11,11 @@ from .http import ConnectionPool
 
 _SPEC = "vllm:spec_decode_num_"
 _BUDGET = "dspark:verification_budget"
-_HOST_TIME = "dspark:host_time_seconds"
+# Metric of seconds per step and what its figures are called in a result.
+_STEP_TIMES = {
+    "dspark:host_time_seconds": "host_time_ms",
+    "dspark:host_cpu_seconds": "host_cpu_ms",
+}
 _ADMITTED = "dspark:draft_tokens_admitted_total"
 _TRIMMED = "dspark:draft_tokens_trimmed_total"
 
@@ -23,12 +27,12 @@ class MetricsSnapshot:
     Attributes:
         totals: sample name → value, summed over all labels.
         accepted_per_position: draft position → tokens accepted there.
-        host_time_buckets: upper bound in seconds → steps whose host time was at most that.
+        buckets: name of a histogram of seconds per step → upper bound → steps that took at most that.
     """
 
     totals: Mapping[str, float]
     accepted_per_position: Mapping[int, float] = field(default_factory=dict)
-    host_time_buckets: Mapping[float, float] = field(default_factory=dict)
+    buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> "MetricsSnapshot":
@@ -39,16 +43,16 @@ class MetricsSnapshot:
         """
         totals: dict[str, float] = {}
         per_position: dict[int, float] = {}
-        buckets: dict[float, float] = {}
+        buckets: dict[str, dict[float, float]] = {name: {} for name in _STEP_TIMES}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
                 if sample.name == f"{_SPEC}accepted_tokens_per_pos_total":
                     position = int(sample.labels["position"])
                     per_position[position] = per_position.get(position, 0.0) + sample.value
-                elif sample.name == f"{_HOST_TIME}_bucket":
-                    bound = float(sample.labels["le"])
-                    buckets[bound] = buckets.get(bound, 0.0) + sample.value
+                elif (name := sample.name.removesuffix("_bucket")) in buckets:
+                    bound, counts = float(sample.labels["le"]), buckets[name]
+                    counts[bound] = counts.get(bound, 0.0) + sample.value
         return cls(totals, per_position, buckets)
 
 
@@ -68,12 +72,15 @@ def server_side_metrics(before: MetricsSnapshot, after: MetricsSnapshot) -> dict
           scheduled tokens, and `dspark_verify_len`: admitted / drafts;
         * `dspark_host_time_ms`, `dspark_median_host_time_ms`: mean and median time per step that the
           host spends outside device work; the median is interpolated between the histogram's bounds.
+          Where the device's threads share the processors, it includes the time in which those had them;
+        * `dspark_host_cpu_ms`, `dspark_median_host_cpu_ms`: processor time per step of the engine's thread
+          alone.
 
     Raises:
         ValueError: a counter went backwards, so the server restarted during the run.
     """
     delta = {name: value - before.totals.get(name, 0.0) for name, value in after.totals.items()}
-    watched = (f"{_SPEC}drafts_total", f"{_BUDGET}_count", f"{_HOST_TIME}_count")
+    watched = (f"{_SPEC}drafts_total", f"{_BUDGET}_count", *(f"{n}_count" for n in _STEP_TIMES))
     for name in watched:
         if delta.get(name, 0.0) < 0:
             raise ValueError(f"server metric {name} went backwards: the server restarted")
@@ -99,13 +106,15 @@ def server_side_metrics(before: MetricsSnapshot, after: MetricsSnapshot) -> dict
     if num_steps := delta.get(f"{_BUDGET}_count"):
         result["dspark_num_steps"] = int(num_steps)
         result["dspark_verification_budget"] = delta[f"{_BUDGET}_sum"] / num_steps
-    if num_timed := delta.get(f"{_HOST_TIME}_count"):
-        result["dspark_host_time_ms"] = 1e3 * delta[f"{_HOST_TIME}_sum"] / num_timed
-        counts = {
-            bound: count - before.host_time_buckets.get(bound, 0.0)
-            for bound, count in after.host_time_buckets.items()
-        }
-        result["dspark_median_host_time_ms"] = 1e3 * histogram_median(counts)
+    for metric, name in _STEP_TIMES.items():
+        if num_timed := delta.get(f"{metric}_count"):
+            earlier = before.buckets.get(metric, {})
+            counts = {
+                bound: count - earlier.get(bound, 0.0)
+                for bound, count in after.buckets[metric].items()
+            }
+            result[f"dspark_{name}"] = 1e3 * delta[f"{metric}_sum"] / num_timed
+            result[f"dspark_median_{name}"] = 1e3 * histogram_median(counts)
     return result
 
 
