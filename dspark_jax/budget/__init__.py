@@ -1,5 +1,6 @@
 """Adaptive verification on the host, NumPy only: step costs and the drafts worth verifying."""
 
+from dspark_jax.budget.acceptance import AcceptanceCorrection
 from dspark_jax.budget.allocate_reference import (
     StepLayout,
     allocate,
@@ -30,6 +31,7 @@ from dspark_jax.budget.snapshots import NO_PROPOSAL, ConfidenceSnapshots
 
 __all__ = [
     "NO_PROPOSAL",
+    "AcceptanceCorrection",
     "BudgetDecision",
     "BudgetLimits",
     "BudgetPolicy",

@@ -122,6 +122,8 @@ def choose_budget(
     context_len: float,
     limits: BudgetLimits,
     policy: BudgetPolicy,
+    *,
+    acceptance_ratio: float = 1.0,
 ) -> BudgetDecision:
     """The budget with the highest expected tokens per second.
 
@@ -145,6 +147,8 @@ def choose_budget(
         context_len: mean cached positions per request.
         limits: hard limits.
         policy: what to optimise.
+        acceptance_ratio: factor for survivals, which then stay at most 1; see
+            `AcceptanceCorrection`.
 
     Raises:
         ValueError: the offered tokens don't fit the cost table, which is an error of the scheduler,
@@ -169,6 +173,9 @@ def choose_budget(
     min_budget = min(num_floor, max_budget)
 
     survival, num_sanitised = _survival(confidences)
+    if acceptance_ratio != 1.0:
+        survival *= acceptance_ratio
+        np.minimum(survival, 1.0, out=survival)
     keys = survival.copy()
     if min_depth:
         keys[:min_depth] += _FLOOR_BONUS

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from dspark_jax.budget import (
+    AcceptanceCorrection,
     BudgetLimits,
     BudgetPolicy,
     ConfidenceSnapshots,
@@ -61,6 +62,12 @@ class VerificationPolicy(Protocol):
         """A step has landed: confidences float32 [N, G] of the proposals `serials` int [N] in `slots` int [N]."""
         ...
 
+    def on_verdicts(
+        self, confidences: np.ndarray, admitted: np.ndarray, accepted: np.ndarray
+    ) -> None:
+        """What came of N proposals in a landed step: their confidences float32 [N, G], and counts int [N]."""
+        ...
+
     def on_step_time(self, schedule: Schedule, size: StepSize, measured_ms: float) -> None:
         """How long the device took for a step that this policy sized."""
         ...
@@ -73,6 +80,11 @@ class _WithoutHistory:
         pass
 
     def on_landing(self, slots: np.ndarray, serials: np.ndarray, confidences: np.ndarray) -> None:
+        pass
+
+    def on_verdicts(
+        self, confidences: np.ndarray, admitted: np.ndarray, accepted: np.ndarray
+    ) -> None:
         pass
 
     def on_step_time(self, schedule: Schedule, size: StepSize, measured_ms: float) -> None:
@@ -110,6 +122,7 @@ class AdaptiveVerification:
         objective: BudgetPolicy,
         skipper: DraftSkipper | None,
         smoothing: float | None = None,
+        acceptance: AcceptanceCorrection | None = None,
     ) -> None:
         """
         Args:
@@ -119,11 +132,13 @@ class AdaptiveVerification:
             objective: what to optimise.
             skipper: decides when the drafter rests; None for a drafter that always runs.
             smoothing: see `ConfidenceSnapshots`.
+            acceptance: corrects confidences by verdicts; None takes them as they are.
         """
         self.draft_cap = draft_len
         self._cost = cost
         self._objective = objective
         self._skipper = skipper
+        self._acceptance = acceptance
         self._snapshots = ConfidenceSnapshots(num_slots, draft_len, smoothing=smoothing)
 
     def size(self, schedule: Schedule) -> StepSize:
@@ -145,6 +160,7 @@ class AdaptiveVerification:
             context_len,
             BudgetLimits(max_logit_rows=num_rows + schedule.max_budget),
             self._objective,
+            acceptance_ratio=1.0 if self._acceptance is None else self._acceptance.ratio,
         )
         mode = DraftMode.DRAFT if skipper is None else skipper.update(decision)
         if mode is DraftMode.DRAFT:
@@ -195,6 +211,12 @@ class AdaptiveVerification:
     def on_landing(self, slots: np.ndarray, serials: np.ndarray, confidences: np.ndarray) -> None:
         self._snapshots.record(slots, serials, confidences)
 
+    def on_verdicts(
+        self, confidences: np.ndarray, admitted: np.ndarray, accepted: np.ndarray
+    ) -> None:
+        if self._acceptance is not None:
+            self._acceptance.observe(confidences, admitted, accepted)
+
     def on_step_time(self, schedule: Schedule, size: StepSize, measured_ms: float) -> None:
         self._cost.observe(
             schedule.num_tokens + size.budget,
@@ -232,4 +254,5 @@ def policy_from_config(
         ),
         skipper=DraftSkipper() if config.enable_drafter_skipping else None,
         smoothing=config.confidence_smoothing,
+        acceptance=AcceptanceCorrection() if config.enable_acceptance_correction else None,
     )

@@ -40,6 +40,8 @@ class SpeculativeConfig:
             which steps are sized; None takes the newest alone.
         enable_drafter_skipping: stop drafting while ordinary decoding is predicted to be faster.
         enable_live_correction: correct the cost model by measured step times.
+        enable_acceptance_correction: correct the confidences that size a step by how many drafts were accepted
+            for how many promised.
     """
 
     method: Literal["dspark"] = "dspark"
@@ -55,6 +57,7 @@ class SpeculativeConfig:
     confidence_smoothing: float | None = None
     enable_drafter_skipping: bool = True
     enable_live_correction: bool = True
+    enable_acceptance_correction: bool = True
 
     def __post_init__(self) -> None:
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)

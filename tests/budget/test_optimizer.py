@@ -436,3 +436,20 @@ def test_policies_refuse_nonsense(arguments):
 def test_limits_refuse_nonsense():
     with pytest.raises(ValueError, match="max_logit_rows"):
         BudgetLimits(max_logit_rows=0)
+
+
+def test_survivals_are_corrected_and_stay_probabilities() -> None:
+    confidences = np.array([[0.9, 0.5, 0.5]], np.float32)
+    decision = choose_budget(
+        confidences,
+        np.array([3]),
+        np.array([1]),
+        np.array([True]),
+        flat(),
+        0.0,
+        BudgetLimits(max_logit_rows=8),
+        BudgetPolicy(),
+        acceptance_ratio=1.5,
+    )
+    # 0.9, 0.45 and 0.225 times 1.5, the first cut off at 1.
+    assert decision.predicted_tokens == pytest.approx(1 + 1.0 + 0.675 + 0.3375)

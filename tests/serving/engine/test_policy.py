@@ -105,6 +105,17 @@ def test_adaptive_sizes_with_the_proposal_before_the_pending_one() -> None:
     assert size.predicted_ms == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("enabled", "ratio"), [(True, 2.0), (False, 1.0)])
+def test_verdicts_correct_what_is_expected(enabled: bool, ratio: float) -> None:
+    policy = from_flag(flat_cost(), enable_acceptance_correction=enabled)
+    record(policy, 4, 0.25)
+    assert policy.size(decode_schedule(5)).predicted_accepted == pytest.approx(0.328125)
+    for _ in range(200):  # one draft of four was promised, all are accepted
+        policy.on_verdicts(np.full((4, DRAFT_LEN), 0.25), np.ones(4, int), np.ones(4, int))
+    expected = ratio * 0.328125
+    assert policy.size(decode_schedule(5)).predicted_accepted == pytest.approx(expected)
+
+
 def test_adaptive_never_looks_at_the_pending_proposal() -> None:
     """A request that skipped a step has its pending proposal's confidences on the host: they don't count."""
     policy = adaptive(flat_cost())

@@ -1,0 +1,71 @@
+"""How much more, or less, is accepted than the drafter's confidences promise."""
+
+import numpy as np
+
+
+class AcceptanceCorrection:
+    """Bounded ratio accepted / promised of the drafts that were verified, with old ones forgotten.
+
+    Confidences are calibrated once, at one temperature and on one kind of text. At temperature 0 a
+    drafter so calibrated is too modest, and the budget too small. Survivals are multiplied by the
+    ratio before a step is sized.
+
+    Exactness: the ratio may be used for a proposal as long as it holds verdicts on earlier ones
+    only (DSpark paper, section 5.2). A verdict that has landed before a step is dispatched is older
+    than what that step verifies.
+    """
+
+    def __init__(
+        self,
+        *,
+        half_life: float = 256.0,
+        prior: float = 16.0,
+        min_ratio: float = 0.5,
+        max_ratio: float = 2.0,
+    ) -> None:
+        """
+        Args:
+            half_life: verified proposals after which a verdict has half its weight.
+            prior: promised and accepted drafts that it starts from, so that the first verdicts
+                don't move it far.
+            min_ratio: lower bound, in (0, 1].
+            max_ratio: upper bound, at least 1.
+
+        Raises:
+            ValueError: a length that isn't positive, or bounds that don't enclose 1.
+        """
+        if not (half_life > 0.0 and prior > 0.0):
+            raise ValueError(f"half_life and prior must be positive, got {half_life} and {prior}")
+        if not 0.0 < min_ratio <= 1.0 <= max_ratio:
+            raise ValueError(f"ratio bounds must enclose 1, got {min_ratio}..{max_ratio}")
+        self.half_life = half_life
+        self.min_ratio = min_ratio
+        self.max_ratio = max_ratio
+        self._promised = prior
+        self._accepted = prior
+
+    def observe(self, confidences: np.ndarray, admitted: np.ndarray, accepted: np.ndarray) -> None:
+        """Learn from one step's verdicts.
+
+        Args:
+            confidences: float32[N, G], conditional, of the proposals that were verified; NaN reads
+                as 0 and the rest is clamped to [0, 1].
+            admitted: int[N], drafts verified, 0..G.
+            accepted: int[N], of those, the accepted ones.
+        """
+        num_verified = int(np.count_nonzero(admitted))
+        if not num_verified:
+            return
+        clean = np.clip(np.nan_to_num(confidences, nan=0.0), 0.0, 1.0)
+        survival = np.cumprod(clean, axis=1, dtype=np.float64)
+        is_admitted = np.arange(confidences.shape[1]) < admitted[:, None]
+        kept = 0.5 ** (num_verified / self.half_life)
+        self._promised = kept * self._promised + float(survival[is_admitted].sum())
+        self._accepted = kept * self._accepted + float(accepted.sum())
+
+    @property
+    def ratio(self) -> float:
+        """The factor for survivals."""
+        if not self._promised > 0.0:
+            return 1.0
+        return min(max(self._accepted / self._promised, self.min_ratio), self.max_ratio)
