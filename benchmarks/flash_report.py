@@ -31,7 +31,7 @@ def flash_tables(data: Mapping[str, Any]) -> str:
             ratios = _ratios(results, _published(capture, settings["max_num_seqs"], settings))
             if ratios:
                 lines.append(markdown_table(ratios))
-            lines.extend(_verdicts(results))
+            lines.extend([*_verdicts(results), ""])
         lines.append(
             f"\n{settings['layers'] or 'All'} layers, prompts of {settings['input_len']} and outputs of "
             f"{settings['output_len']} tokens, {settings['prompts_per_stream']} per stream, temperature "

@@ -91,6 +91,9 @@ class Options:
     """What --benchmark-synthetic-acceptance is given, `none` for the model's own drafter."""
     load_format: Literal["dummy", "auto"] = "dummy"
     """The server's flag; auto reads the checkpoint, its tokenizer and its own acceptance."""
+    compile_processes: int = 1
+    """Processes that compile programs before the server starts: tracing holds Python's lock, so that four are
+    faster than one where there are cores."""
     cache_dir: Path = Path("/tmp/dspark_flash")
     """The server's --compilation-cache-dir: programs and cost profile of earlier runs make the start short."""
     gpu_memory_utilization: float | None = None
@@ -148,7 +151,7 @@ class Options:
         """What points of one scenario must have in common."""
         skipped = {
             "arms", "concurrency", "capture_limits", "cache_dir", "deadline_s", "output", "log", "scenario",
-            "gpu_memory_utilization",
+            "gpu_memory_utilization", "compile_processes",
         }  # fmt: skip
         values = dataclasses.asdict(self)
         settings = {k: v for k, v in values.items() if k not in skipped}
@@ -316,6 +319,9 @@ async def run_sweep(options: Options) -> int:
     command = options.server_command(port)
     print(" ".join(command), flush=True)
     try:
+        if options.compile_processes > 1:
+            await _precompile(options, command, stop)
+            print(f"programs there after {time.monotonic() - started:.1f} s", flush=True)
         async with running_server(
             command,
             pool=pool,
@@ -335,6 +341,39 @@ async def run_sweep(options: Options) -> int:
         print(f"error: {error or type(error).__name__}", file=sys.stderr)
         is_done = False
     return 0 if is_done else 1
+
+
+async def _precompile(options: Options, command: list[str], stop: asyncio.Event) -> None:
+    """Compile the server's programs in several processes at once.
+
+    What is compiled stays; what a failed process leaves the server compiles itself. Raises `Interrupted` when time
+    is up.
+    """
+    flags = command[command.index("dspark_jax.serving.serve") + 1 :]
+    module = [sys.executable, "-m", "dspark_jax.serving.precompile"]
+    # Several processes share the device, and none needs more memory than trying products takes.
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    count = options.compile_processes
+    with options.log.open("ab") as log:
+        processes = [
+            await asyncio.create_subprocess_exec(
+                *module, "--share", f"{i}/{count}", *flags,
+                stdout=log, stderr=asyncio.subprocess.STDOUT, env=environment,
+            )
+            for i in range(count)
+        ]  # fmt: skip
+        done = asyncio.gather(*(process.wait() for process in processes))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([done, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not done.done():
+            for process in processes:
+                if process.returncode is None:
+                    process.kill()
+            await done
+            raise Interrupted
+    if any(done.result()):
+        print(f"compiling ended with {done.result()}, see {options.log}; the server does the rest")
 
 
 def _describe_start(options: Options, start_s: float, command: list[str]) -> dict[str, Any]:

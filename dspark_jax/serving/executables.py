@@ -91,13 +91,24 @@ class Executables:
         """Logit rows of a token bucket."""
         return logit_rows(bucket, self.draft_len, self._num_slots)
 
-    def compile(self, params: ModelParams, state: DecodeState, *, progress: bool) -> None:
-        """Load or compile what is missing for arrays like these, largest first, one thread per core."""
+    def compile(
+        self,
+        params: ModelParams,
+        state: DecodeState,
+        *,
+        progress: bool,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Load or compile what is missing for arrays like these, largest first, one thread per core.
+
+        Of `share` (i, n) only every n-th program, from the i-th.
+        """
         params, state = jax.tree.map(_abstract, (params, state))
         jobs = [(self.verify, b, self._verify_program) for b in self._token_buckets]
         jobs += [(self.draft, b, self._draft_program) for b in self.row_buckets]
         jobs = [job for job in jobs if job[1] not in job[0]]
         jobs.sort(key=lambda job: -job[1])
+        jobs = jobs[share[0] :: share[1]]
 
         def run(job: tuple[dict[int, Program], int, Callable[..., Program]]) -> None:
             programs, bucket, build = job

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,31 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.budget import CostTable
-from dspark_jax.checkpoint.dummy import abstract_params, dummy_params
+from dspark_jax.checkpoint.dummy import dummy_params
 from dspark_jax.checkpoint.load import load_checkpoint
-from dspark_jax.checkpoint.safetensors import TensorFolder
-from dspark_jax.config import ModelConfig, load_config
+from dspark_jax.config import ModelConfig
 from dspark_jax.decode.packing import PackedRows, pack
 from dspark_jax.decode.plan import Logprobs, StepOutputs, StepPlan
 from dspark_jax.decode.state import DecodeState, init_state
 from dspark_jax.decode.step import DeviceLogprobs, ModelParams
-from dspark_jax.decode.synthetic import pack_profile
-from dspark_jax.decode.verify import Method
-from dspark_jax.kernels.dispatch import default_dispatch
 from dspark_jax.model.cache import PageGeometry
-from dspark_jax.serving.buckets import bucket_for, row_buckets, token_buckets
+from dspark_jax.serving.buckets import bucket_for
 from dspark_jax.serving.config import ServeConfig
 from dspark_jax.serving.dummy_step import run_every_program
-from dspark_jax.serving.executables import Executables, logit_rows
-from dspark_jax.serving.flag_error import FlagError
-from dspark_jax.serving.memory_plan import choose_pages, device_limit, make_plan, tree_bytes
+from dspark_jax.serving.executables import Executables
 from dspark_jax.serving.profiler import ProfileSettings, build_cost_table
-from dspark_jax.serving.program_store import ProgramStore
-
-logger = logging.getLogger(__name__)
-
-_DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
-_CONFIDENCE_HEAD = ".confidence_head.proj.weight"
+from dspark_jax.serving.setup import Setup
 
 
 @dataclass
@@ -128,124 +114,51 @@ class Executor:
     @classmethod
     def from_config(cls, config: ServeConfig) -> Executor:
         """Load the checkpoint and lay out memory. Raises `FlagError`, `ConfigError` or `CheckpointError`."""
-        model_config = load_config(config.model_folder, config.hf_overrides)
-        config.check(model_config)
-        cache_dir = config.compilation_cache_dir or default_cache_dir()
-        speculative = config.speculative_config
-        dispatch = default_dispatch()
-        on_gpu = jax.default_backend() == "gpu"
-        dtype = _DTYPES[
-            ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
-        ]
-        cache_dtype = _cache_dtype(config, dtype)
-        limits = config.for_device(on_gpu=on_gpu)
-        if speculative is None:
-            model_config = dataclasses.replace(model_config, draft=None)
-        draft_len = model_config.draft.block_size if model_config.draft else 0
-        if draft_len and config.load_format == "auto":
-            _require_confidence_head(config.model_folder)
-        buckets = token_buckets(
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_num_seqs=limits.max_num_seqs,
-            draft_len=draft_len,
-            ladder=limits.bucket_ladder,
-            max_capture_tokens=config.capture_tokens,
-            sizes=config.capture_sizes,
-        )
-        max_model_len = config.max_model_len or model_config.max_position_embeddings
-
-        def lay_out(params: ModelParams) -> PageGeometry:
-            plan = make_plan(
-                model_config,
-                num_slots=limits.max_num_seqs,
-                max_model_len=max_model_len,
-                cache_dtype=cache_dtype,
-                parameter_bytes=tree_bytes(params),
-                max_tokens=buckets[-1],
-                max_logit_rows=logit_rows(buckets[-1], draft_len, limits.max_num_seqs),
-                limit=device_limit(),
-            )
-            geometry = choose_pages(
-                plan,
-                model_config,
-                num_slots=limits.max_num_seqs,
-                max_model_len=max_model_len,
-                asked=config.num_pages,
-            )
-            logger.info("%s", plan.describe(geometry.pages))
-            return geometry
-
-        storage: dict[str, Any] = {"dtype": dtype, "keep_quantized": on_gpu}
+        setup = Setup.from_config(config)
         if config.load_format == "dummy":
-            params = ModelParams(*abstract_params(model_config, **storage))
-            geometry = lay_out(params)
+            geometry = setup.lay_out(setup.abstract_params())
+            executables = setup.executables(geometry)
+            # Before the weights are there, because XLA tries matrix products on the device, which takes memory.
+            executables.compile(
+                setup.abstract_params(), setup.abstract_state(geometry), progress=True
+            )
+            made = dummy_params(
+                setup.model_config, **setup.storage, seed=config.seed, progress=True
+            )
+            params = ModelParams(*made)
         else:
             model_config, target, draft = load_checkpoint(
                 config.model_folder,
-                **storage,
-                draft=speculative is not None,
+                **setup.storage,
+                draft=config.speculative_config is not None,
                 overrides=config.hf_overrides,
                 progress=True,
             )
             params = ModelParams(target=target, draft=draft)
-            geometry = lay_out(params)
-        acceptance = config.synthetic_profile
-        synthetic = None
-        if acceptance is not None:
-            synthetic = pack_profile(
-                acceptance.rates,
-                request_spread=acceptance.request_spread,
-                round_spread=acceptance.round_spread,
-                miscalibration=acceptance.miscalibration,
-            )
-        executables = Executables(
-            model_config,
-            token_buckets=buckets,
-            row_buckets=row_buckets(limits.max_num_seqs, limits.bucket_ladder, config.capture_sizes)
-            if draft_len
-            else (),
-            num_slots=limits.max_num_seqs,
-            max_pages=geometry.max_pages,
-            method=Method(speculative.rejection_sample_method if speculative else "standard"),
-            greedy_drafts=speculative is not None and speculative.draft_sample_method == "greedy",
-            dispatch=dispatch,
-            store=ProgramStore(cache_dir / "programs"),
-        )
-        if config.load_format == "dummy":
-            state = jax.eval_shape(
-                lambda: init_state(
-                    model_config,
-                    slots=limits.max_num_seqs,
-                    geometry=geometry,
-                    with_drafter=draft_len > 0,
-                    dtype=cache_dtype,
-                    synthetic=synthetic,
-                )
-            )
-            # Before the weights are there, because XLA tries matrix products on the device, which takes memory.
-            executables.compile(params, state, progress=True)
-            made = dummy_params(model_config, **storage, seed=config.seed, progress=True)
-            params = ModelParams(*made)
+            setup = dataclasses.replace(setup, model_config=model_config)
+            geometry = setup.lay_out(params)
+            executables = setup.executables(geometry)
         profile = None
+        speculative = config.speculative_config
         if speculative is not None and speculative.enable_adaptive_verification:
             profile = ProfileSettings.from_config(
                 config,
-                cache_dir,
-                max_model_len=max_model_len,
-                num_slots=limits.max_num_seqs,
-                buckets=buckets,
+                setup.cache_dir,
+                max_model_len=setup.max_model_len,
+                num_slots=setup.limits.max_num_seqs,
+                buckets=setup.buckets,
             )
         return cls(
-            model_config,
+            setup.model_config,
             params,
-            num_slots=limits.max_num_seqs,
+            num_slots=setup.limits.max_num_seqs,
             geometry=geometry,
-            max_model_len=max_model_len,
+            max_model_len=setup.max_model_len,
             executables=executables,
-            buckets=buckets,
-            cache_dtype=cache_dtype,
+            buckets=setup.buckets,
+            cache_dtype=setup.cache_dtype,
             profile=profile,
-            synthetic=synthetic,
+            synthetic=setup.synthetic,
         )
 
     def fresh_state(self) -> DecodeState:
@@ -311,29 +224,6 @@ class Executor:
         if self._page_table is None or self._page_table[0] is not table:
             self._page_table = (table, jnp.asarray(table))
         return self._page_table[1]
-
-
-def default_cache_dir() -> Path:
-    """The user's cache folder for compiled programs and cost profiles."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "dspark_jax"
-
-
-def _cache_dtype(config: ServeConfig, dtype: Any) -> Any:
-    if config.kv_cache_dtype == "fp8":
-        raise FlagError(
-            "--kv-cache-dtype fp8 is not supported by this backend; use auto, bfloat16 or float32"
-        )
-    return dtype if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
-
-
-def _require_confidence_head(folder: Path) -> None:
-    """Raise `FlagError` for a drafter that cannot say how sure it is; reads no weights."""
-    if not any(name.endswith(_CONFIDENCE_HEAD) for name in TensorFolder(folder).infos):
-        raise FlagError(
-            f"the drafter of {folder} has no confidence head (no mtp.*{_CONFIDENCE_HEAD}); "
-            "leave --speculative-config out"
-        )
 
 
 def _to_host(logprobs: DeviceLogprobs | None) -> Logprobs | None:

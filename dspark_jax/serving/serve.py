@@ -61,7 +61,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _limit_gpu_memory(config: ServeConfig) -> None:
+def limit_gpu_memory(config: ServeConfig) -> None:
     """Tell XLA, before it looks at the device, how much of the GPU's memory to take."""
     if config.gpu_memory_utilization is not None:
         os.environ[_MEMORY_VARIABLE] = str(config.gpu_memory_utilization)
@@ -85,7 +85,7 @@ def _serve(config: ServeConfig, model_config: ModelConfig, listener: socket.sock
     from dspark_jax.serving.policy_switch import PolicySwitch
     from dspark_jax.serving.tokenizer import IdTokenizer, TextTokenizer
 
-    _limit_gpu_memory(config)
+    limit_gpu_memory(config)
     tokenizer = IdTokenizer()
     if not config.skip_tokenizer_init:
         tokenizer = TextTokenizer.from_folder(
