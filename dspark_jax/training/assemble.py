@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dspark_jax.training.card import MIB, model_card
-from dspark_jax.training.draft_stage import SHIPPED_RUN
+from dspark_jax.training.draft_stage import FURTHER_RUN, SHIPPED_RUN
 from dspark_jax.training.results import CARD, LOG, aims, read_build
 
 MAX_TARGET_BYTES = 12 * MIB
@@ -28,6 +28,8 @@ class AssembleFlags:
     """Folder of the target's stage."""
     draft: Path = Path("out/draft")
     """Folder of the drafter's stage."""
+    first: Path | None = None
+    """Folder of the run whose drafter `draft` trained further, if it did."""
     comparison: Path | None = None
     """Folder of another run of the drafter's stage that compared drafters with and without the Markov head."""
     bundle: Path = Path("dspark_jax/bundled")
@@ -41,13 +43,20 @@ def thinned(lines: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     return [lines[round(i * (len(lines) - 1) / (most - 1))] for i in range(most)]
 
 
-def training_log(target: Path, draft: Path, comparison: Path) -> list[dict[str, Any]]:
+def training_log(
+    target: Path, draft: Path, first: Path | None, comparison: Path
+) -> list[dict[str, Any]]:
     """The logs of all runs in order, each thinned and its lines marked with the name of the run.
 
-    Of `draft` it takes the drafter that ships, of `comparison` the drafters that were only compared.
+    Of `draft` it takes the drafter that ships, of `first` the one that it was trained from, of `comparison` the
+    drafters that were only compared.
     """
     lines = [{"run": "target"} | line for line in _read_log(target)]
-    lines += [line for line in _read_log(draft) if line["run"] == SHIPPED_RUN]
+    shipped = [line for line in _read_log(draft) if line["run"] == SHIPPED_RUN]
+    if first:
+        lines += [line for line in _read_log(first) if line["run"] == SHIPPED_RUN]
+        shipped = [line | {"run": FURTHER_RUN} for line in shipped]
+    lines += shipped
     lines += [line for line in _read_log(comparison) if line["run"] != SHIPPED_RUN]
     runs: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
@@ -67,9 +76,9 @@ def main(flags: AssembleFlags) -> None:
     for name in _CHECKPOINT:
         shutil.copyfile(flags.draft / "checkpoint" / name, flags.bundle / name)
     comparison = flags.comparison or flags.draft
-    lines = training_log(flags.target, flags.draft, comparison)
+    lines = training_log(flags.target, flags.draft, flags.first, comparison)
     (flags.bundle / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    build = read_build(flags.target, flags.draft, comparison, flags.bundle)
+    build = read_build(flags.target, flags.draft, flags.first, comparison, flags.bundle)
     if build.sizes.target > MAX_TARGET_BYTES or build.sizes.folder > MAX_FOLDER_BYTES:
         raise ValueError(
             f"{build.sizes} is more than {MAX_TARGET_BYTES} bytes for the target "

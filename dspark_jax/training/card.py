@@ -110,7 +110,15 @@ def _making(build: Build) -> str:
         ["two short drafters for comparison, training", f"{compared:.0f}"],
         ["drafter's stage, everything", f"{sum(parts.values()):.0f}"],
     ]
-    commands = _draft_commands(draft["flags"]["times"], build.comparison["flags"]["times"])
+    runs = [draft]
+    if build.first:
+        runs.insert(0, build.first)
+        rows.insert(1, ["first drafter, training", f"{build.first['training']['train_s']:.0f}"])
+    commands = _draft_commands(build)
+    steps = " and ".join(
+        f"{run['training']['steps']} steps on {_millions(run['sampled_tokens'])} tokens"
+        for run in runs
+    )
     return f"""## Making it again
 
 ```
@@ -127,20 +135,32 @@ On one {target["device"]} with JAX {target["jax"]}, in seconds:
 {_table(["part", "s"], rows)}
 
 The target was trained for {target["steps"]} steps, {_millions(target["tokens"])} tokens in all; the drafter for
-{draft["training"]["steps"]} steps on {_millions(draft["sampled_tokens"])} tokens that the target had written at
-temperature 1. Losses over time are in `training_log.jsonl`."""
+{steps} that the target had written at temperature 1. Losses over time are in `training_log.jsonl`."""
 
 
-def _draft_commands(times: dict[str, float], compared: dict[str, float]) -> str:
-    """The drafter's stage, once more for the comparison if that was a run of its own, and what ships."""
+def _draft_commands(build: Build) -> str:
+    """The drafter's stage, the run that trained it further if there was one, the comparison's, and what ships."""
     stage = "python -m dspark_jax.training.pipeline --stage"
+    flags = build.draft["flags"]
+    times = (build.first or build.draft)["flags"]["times"]
+    compared = build.comparison["flags"]["times"]
     lines = [f"{stage} draft {_draft_times(times)}"]
+    further = ""
+    if build.first:
+        behind = " ".join(str(n) for n in flags["behind"])
+        lines.append(
+            "python -m dspark_jax.training.draft_stage --initial out/draft/checkpoint --out out/further \\\n"
+            f"    --behind {behind} --training.peak {flags['training']['peak']:g} "
+            f"--seed {flags['seed']} \\\n"
+            f"    {_draft_times(flags['times']).replace('draft.', 'times.')}"
+        )
+        further = " \\\n    --draft-folder out/further --first out/draft"
     if compared != times:
         lines.append(
             f"{stage} draft {_draft_times(compared)} \\\n    --target out/target --out out/comparison"
         )
     apart = " --comparison out/comparison/draft" if compared != times else ""
-    return "\n".join([*lines, f"{stage} assemble{apart}"])
+    return "\n".join([*lines, f"{stage} assemble{apart}{further}"])
 
 
 def _draft_times(times: dict[str, float]) -> str:
@@ -283,8 +303,8 @@ def _limits(build: Build) -> str:
 - So does the drafter, less: acceptance at position 1 is {trained:.3f} in its last training batch and
   {reached:.3f} on held-out prompts. Part of that is where blocks begin: evenly spread in training, behind a
   rejection in decoding.
-- It was trained on rows of {target["flags"]["length"]} tokens; {build.cfg.max_position_embeddings} positions are
-  configured, and nothing was measured beyond the rows.
+- The target was trained on rows of {target["flags"]["length"]} tokens, the drafter on text behind as many as
+  {max(draft["behind"])}; {build.cfg.max_position_embeddings} positions are configured.
 - It is small and knows one library: it is there to exercise code, and its answers are not to be relied on."""
 
 

@@ -51,6 +51,8 @@ from dspark_jax.training.train_draft import Trainer, write_lines
 
 SHIPPED_RUN = "drafter"
 """Name, in the log, of the drafter that is kept; the others are only compared."""
+FURTHER_RUN = "drafter, further"
+"""Its name where it went on from a drafter of an earlier run, which has that name then."""
 _FIT_PROMPTS = 1024
 _FIT_ROUNDS = 100_000
 _LEAST_COMPARISON_S = 15.0
@@ -62,7 +64,7 @@ _COST_CONTEXT = 1024
 class DraftTimes:
     """How the drafter's stage spends its time; compiling is not counted, but ends before the deadline too."""
 
-    sampling_seconds: float = 45.0
+    sampling_seconds: float = 120.0
     """Writing the training text."""
     train_seconds: float = 220.0
     """The steps of the drafter."""
@@ -86,12 +88,14 @@ class DraftFlags:
     """Folder for parameters, calibration, checkpoint, log and metrics."""
     times: DraftTimes = field(default_factory=DraftTimes)
     """How long each part takes."""
-    max_texts: int = 10
-    """At most this many texts of `rows` sequences, which must fit the device's memory."""
+    initial: Path | None = None
+    """Checkpoint whose drafter is trained further, instead of a new one."""
+    behind: tuple[int, ...] = (0,) * 10
+    """Tokens before the prompts of each text of `rows` sequences. All texts must fit the device's memory."""
     rows: int = 4096
     """Sequences of a text."""
     length: int = 768
-    """Tokens per sequence."""
+    """Tokens of a sequence that the drafter is trained on."""
     rounds: int = 256
     """Rounds of each held-out sequence that are replayed."""
     training: TrainingFlags = field(default_factory=TrainingFlags)
@@ -112,20 +116,27 @@ class HeldOut:
 def write_training_texts(
     target: Params, cfg: ModelConfig, sampler: PromptSampler, flags: DraftFlags
 ) -> list[Text]:
-    """Texts behind training prompts until the time or their number is used up; at least one."""
+    """Texts behind training prompts until the time or their list is used up; at least one."""
     texts: list[Text] = []
-    started = None
-    with tqdm(total=flags.max_texts, desc="sampling", unit="text") as bar:
-        while len(texts) < flags.max_texts:
-            ids, lens = sampler(flags.rows)
-            text = write_text(target, cfg, ids, lens, flags.seed + 1 + len(texts))
-            texts.append(jax.block_until_ready(text))
-            bar.update()
-            # The first one compiles.
-            if started is None:
-                started = time.perf_counter()
-            elif time.perf_counter() - started > flags.times.sampling_seconds:
-                break
+    started = time.perf_counter()
+    for behind in tqdm(flags.behind, desc="sampling", unit="text"):
+        ids, lens = sampler(flags.rows, behind)
+        # A whole window of the prompt lies within the text.
+        offset = max(behind - cfg.sliding_window, 0)
+        if not offset:
+            ids = ids[:, : flags.length]
+        text = write_text(
+            target,
+            cfg,
+            ids,
+            lens,
+            flags.seed + 1 + len(texts),
+            offset=offset,
+            length=flags.length,
+        )
+        texts.append(jax.block_until_ready(text))
+        if time.perf_counter() - started > flags.times.sampling_seconds:
+            break
     return texts
 
 
@@ -172,7 +183,7 @@ def main(flags: DraftFlags, cfg: ModelConfig | None = None) -> None:
     sampler = PromptSampler(
         load_streams(flags.tokens, "drafting"),
         Markers.of(tokenizer),
-        length=flags.length,
+        length=max(flags.behind) + flags.length,
         longest=min(256, flags.length // 2),
         seed=flags.seed,
     )
@@ -181,6 +192,7 @@ def main(flags: DraftFlags, cfg: ModelConfig | None = None) -> None:
     watch.lap("sampling")
     held_out = write_held_out(target, cfg, tokenizer, flags)
     watch.lap("sampling held-out")
+    initial = load_checkpoint(flags.initial)[2] if flags.initial else None
     trainer = Trainer(cfg, target, texts, flags.training)
     watch.lap("compiling the step")
     report: dict[str, Any] = {
@@ -189,12 +201,15 @@ def main(flags: DraftFlags, cfg: ModelConfig | None = None) -> None:
         "jax": jax.__version__,
         "multiply_adds": multiply_adds(cfg, _COST_CONTEXT)._asdict(),
         "sampled_tokens": int(sum((flags.length - t.prompt_lens).sum() for t in texts)),
+        "behind": [int(behind) for behind, _ in zip(flags.behind, texts, strict=False)],
         "parts_s": watch.parts,
     }
     with (flags.out / "log.jsonl").open("w") as log:
         left = flags.times.deadline_seconds - watch.elapsed - _FINISHING_S
         params, report["training"] = trainer.train(
-            write_lines(log, SHIPPED_RUN), seconds=min(flags.times.train_seconds, left)
+            write_lines(log, SHIPPED_RUN),
+            seconds=min(flags.times.train_seconds, left),
+            initial=initial,
         )
         save_master(flags.out, params)
         watch.lap("training")

@@ -28,7 +28,7 @@ class Features(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Sequences and the log-probability of each token given those before it (zero at position 0)."""
+    """Sequences and the log-probability of each token given those before it (zero in the first column)."""
 
     tokens: jax.Array  # [B, S] int32
     logprobs: jax.Array  # [B, S] float32, of the target at temperature 1
@@ -36,14 +36,18 @@ class Sampled(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What the target wrote behind prompts, and what it computed meanwhile."""
+    """What the target wrote behind prompts, and what it computed meanwhile.
+
+    Of long prompts only the end is kept: the drafter sees no further back than its window, and differences of
+    positions alone, so the columns count from zero.
+    """
 
     tokens: jax.Array  # [B, S] int32
     prompt_lens: jax.Array  # [B] int32
     features: Features
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "fused"))
+@functools.partial(jax.jit, static_argnames=("cfg", "length", "fused"))
 def sample(
     params: Params,
     cfg: ModelConfig,
@@ -51,20 +55,32 @@ def sample(
     prompt_lens: jax.Array,
     key: jax.Array,
     *,
+    offset: int | jax.Array = 0,
+    length: int | None = None,
     temperature: float | jax.Array = 1.0,
     fused: bool = False,
 ) -> Sampled:
-    """Continue prompts to their full length.
+    """Continue prompts, and return `length` columns from position `offset` on.
 
     Args:
       params: plain arrays; computes in the dtype of `params.embed`.
-      prompts: int [B, S]; of row b the first prompt_lens[b] >= 1 ids are given and the rest is ignored.
+      prompts: int [B, P]; of row b the first prompt_lens[b] > offset ids are given and the rest is ignored.
       key: a typed key; "rbg" keys are much faster on a GPU.
+      offset: what lies before it is read, but not returned.
+      length: columns of the result, offset + length <= P; P by default.
       temperature: 0 takes the most probable token.
     """
-    batch, length = prompts.shape
-    caches = empty_caches(cfg, batch, length, params.embed.dtype)
+    batch, capacity = prompts.shape
+    length = capacity if length is None else length
+    caches = empty_caches(cfg, batch, capacity, params.embed.dtype)
     divisor = jnp.where(temperature == 0, 1.0, temperature)
+
+    def token_at(position: int | jax.Array) -> jax.Array:
+        column = jax.lax.dynamic_index_in_dim(prompts, position, axis=1, keepdims=False)
+        return column.astype(jnp.int32)
+
+    def read(position, caches):
+        return step(params, cfg, caches, token_at(position), position, fused=fused)[2]
 
     def advance(carry, position):
         caches, token = carry
@@ -73,13 +89,16 @@ def sample(
         noise = jax.random.gumbel(jax.random.fold_in(key, position), predicted.shape)
         noise = jnp.where(temperature == 0, 0.0, noise)
         drawn = jnp.argmax(predicted / divisor + noise, axis=-1)
-        given = jax.lax.dynamic_index_in_dim(prompts, position + 1, axis=1, keepdims=False)
-        token = jnp.where(position + 1 < prompt_lens, given, drawn).astype(jnp.int32)
+        token = jnp.where(position + 1 < prompt_lens, token_at(position + 1), drawn)
+        token = token.astype(jnp.int32)
         logprob = jnp.take_along_axis(jax.nn.log_softmax(predicted), token[:, None], axis=1)[:, 0]
         return (caches, token), (token, logprob, Features(taps, hidden))
 
-    first = prompts[:, 0].astype(jnp.int32)
-    _, (tokens, logprobs, features) = jax.lax.scan(advance, (caches, first), jnp.arange(length - 1))
+    caches = jax.lax.fori_loop(0, offset, read, caches)
+    first = token_at(offset)
+    _, (tokens, logprobs, features) = jax.lax.scan(
+        advance, (caches, first), offset + jnp.arange(length - 1)
+    )
     return Sampled(
         tokens=jnp.concatenate([first[:, None], tokens.T], axis=1),
         logprobs=jnp.concatenate([jnp.zeros((batch, 1)), logprobs.T], axis=1),
@@ -94,6 +113,8 @@ def write_text(
     prompt_lens: np.ndarray,
     seed: int,
     *,
+    offset: int = 0,
+    length: int | None = None,
     temperature: float = 1.0,
 ) -> Text:
     """`sample` with the generator and the kernels of the machine that it runs on."""
@@ -104,7 +125,9 @@ def write_text(
         jnp.asarray(prompts),
         jnp.asarray(prompt_lens),
         jax.random.key(seed, impl="rbg"),
+        offset=jnp.int32(offset),
+        length=prompts.shape[1] if length is None else length,
         temperature=jnp.float32(temperature),
         fused=on_gpu,
     )
-    return Text(sampled.tokens, jnp.asarray(prompt_lens), sampled.features)
+    return Text(sampled.tokens, jnp.asarray(prompt_lens) - offset, sampled.features)

@@ -29,6 +29,10 @@ class PipelineFlags:
     """Time for the target's steps."""
     target: Path | None = None
     """Folder of the target stage, by default `target` below `out`."""
+    draft_folder: Path | None = None
+    """Folder of the drafter that ships, by default `draft` below `out`."""
+    first: Path | None = None
+    """Folder of the run whose drafter that one was trained from, if it was."""
     comparison: Path | None = None
     """Folder of the drafter's stage whose comparison the card shows, by default `draft` below `out`."""
     bundle: Path = Path("dspark_jax/bundled")
@@ -66,7 +70,8 @@ def main(flags: PipelineFlags) -> None:
         assemble.main(
             assemble.AssembleFlags(
                 target=target,
-                draft=flags.out / "draft",
+                draft=flags.draft_folder or flags.out / "draft",
+                first=flags.first,
                 comparison=flags.comparison,
                 bundle=flags.bundle,
             )

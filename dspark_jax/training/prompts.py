@@ -58,7 +58,8 @@ class PromptSampler:
     """Prompts for the drafter's training text: the whole question of a conversation, or a prefix of code.
 
     They come from documents that the target has not read, as a user's prompts do: behind a prefix of its training
-    text it goes on from memory. Lengths of code prefixes are log-uniform.
+    text it goes on from memory. Lengths of code prefixes are log-uniform. A long prompt is as much text as is
+    asked for and such a prefix, or all up to the next answer, behind it.
     """
 
     def __init__(
@@ -76,17 +77,19 @@ class PromptSampler:
         self._draw = np.random.default_rng([seed, 1])
         self._markers = markers
         self._length = length
+        self._longest = longest
         self._bounds = np.log(shortest), np.log(longest)
 
-    def __call__(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts int32 [rows, length] and how much of each row is given, int32 [rows]."""
+    def __call__(self, rows: int, behind: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts int32 [rows, length] and how much of each row is given, int32 [rows], more than `behind`."""
         starts = self._rows.starts(rows)
         ids = self._rows.tokens[starts[:, None] + np.arange(self._length)].astype(np.int32)
         ids[:, 0] = self._markers.bos
         lens = np.exp(self._draw.uniform(*self._bounds, rows)).astype(np.int32)
         is_chat = ids[:, 1] == self._markers.user
-        answer = np.argmax(ids == self._markers.answer, axis=1) + 1
-        return ids, np.where(is_chat & (answer > 1), answer, lens).astype(np.int32)
+        is_answer = ids[:, behind : behind + self._longest] == self._markers.answer
+        lens = np.where(is_chat & is_answer.any(axis=1), np.argmax(is_answer, axis=1) + 1, lens)
+        return ids, (behind + lens).astype(np.int32)
 
 
 def held_out_prompts(

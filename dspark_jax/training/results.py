@@ -31,6 +31,8 @@ class Build:
     """metrics.json of the target's stage."""
     draft: dict[str, Any]
     """metrics.json of the drafter's stage."""
+    first: dict[str, Any] | None
+    """metrics.json of the run whose drafter that stage trained further, if it did."""
     comparison: dict[str, Any]
     """metrics.json of the drafter's stage that compared two without transition and with it; may be `draft`."""
     calibration: dict[str, list[float]]
@@ -70,13 +72,16 @@ def measure_sizes(bundle: Path) -> Sizes:
     return Sizes(tensors[False], tensors[True], sum(f.stat().st_size for f in files))
 
 
-def read_build(target: Path, draft: Path, comparison: Path, bundle: Path) -> Build:
+def read_build(
+    target: Path, draft: Path, first: Path | None, comparison: Path, bundle: Path
+) -> Build:
     """What the stages wrote to their folders, beside the folder that ships as it is now."""
     header, *files = (bundle / "held_out.txt").read_text(encoding="utf-8").splitlines()
     return Build(
         cfg=load_config(bundle),
         target=json.loads((target / "metrics.json").read_text()),
         draft=json.loads((draft / "metrics.json").read_text()),
+        first=json.loads((first / "metrics.json").read_text()) if first else None,
         comparison=json.loads((comparison / "metrics.json").read_text()),
         calibration=json.loads((draft / "calibration.json").read_text()),
         sizes=measure_sizes(bundle),

@@ -60,10 +60,11 @@ class Trainer:
         self._step = jax.jit(step, donate_argnums=0).lower(self._initial(), *arguments).compile()
         self.compile_s = time.perf_counter() - started
 
-    def _initial(self) -> DraftState:
-        key = jax.random.key(self._flags.seed, impl="rbg")
-        start = functools.partial(initial_draft, self._cfg, from_target=self._flags.from_target)
-        params = jax.jit(start)(self._target, key)
+    def _initial(self, params: DraftParams | None = None) -> DraftState:
+        if params is None:
+            key = jax.random.key(self._flags.seed, impl="rbg")
+            start = functools.partial(initial_draft, self._cfg, from_target=self._flags.from_target)
+            params = jax.jit(start)(self._target, key)
         return DraftState(params=params, optimizer=jax.jit(self._optimizer.init)(params))
 
     def _arguments(self, step: int, total: int | None, *, markov: bool) -> tuple[Any, ...]:
@@ -87,8 +88,9 @@ class Trainer:
         seconds: float | None = None,
         steps: int | None = None,
         markov: bool = True,
+        initial: DraftParams | None = None,
     ) -> tuple[DraftParams, dict[str, Any]]:
-        """Train one drafter from the start for a time or a number of steps.
+        """Train one drafter for a time or a number of steps, from float32 parameters if any are given.
 
         Returns its float32 parameters, with the transition zeroed if it was left out, and the last line of the log
         with "steps" and "train_s" of the whole run.
@@ -98,7 +100,7 @@ class Trainer:
             raise ValueError(
                 f"needs steps, or seconds and at least {_TIMED_STEPS.stop} warm-up steps, not {flags.warmup}"
             )
-        state = self._initial()
+        state = self._initial(initial)
         started = timed_from = time.perf_counter()
         with tqdm(total=total, desc="drafter", unit="step", mininterval=5.0) as bar:
             while total is None or step < total:

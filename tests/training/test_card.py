@@ -11,6 +11,7 @@ import pytest
 
 from dspark_jax.training import assemble
 from dspark_jax.training.card import MIB, model_card
+from dspark_jax.training.draft_stage import FURTHER_RUN
 from dspark_jax.training.preset import bundled_config
 from dspark_jax.training.results import CARD, LOG, Build, Sizes, aims, measure_sizes
 
@@ -70,6 +71,7 @@ def build(*, first: float = 0.1234, length: float = 1.777, error: float = 0.013)
             },
             "multiply_adds": {"target_token": 8e6, "draft_slot": 2e6, "draft_share": 0.2345},
             "sampled_tokens": 12_340_000,
+            "behind": [0, 1024],
             "parts_s": {"sampling": 40.0, "training": 200.0},
             "training": {"steps": 999, "train_s": 198.0, "acceptance": [0.7, 0.6]},
             "evaluation": {
@@ -78,6 +80,7 @@ def build(*, first: float = 0.1234, length: float = 1.777, error: float = 0.013)
             },
             "comparison": {},
         },
+        first=None,
         comparison={
             "flags": {
                 "times": {
@@ -132,6 +135,32 @@ def test_card_says_which_aims_are_missed():
     assert "| accepted length | at least 2.5 | 2.500 | yes |" in model_card(good)
 
 
+def test_card_of_a_drafter_that_was_trained_further():
+    made = build()
+    further = {
+        "seed": 5,
+        "behind": [0, 2048],
+        "training": {"compute_dtype": "bfloat16", "peak": 0.002},
+        "times": {"train_seconds": 50.0, "compare_seconds": 0.0, "deadline_seconds": 90.0},
+    }
+    draft = made.draft | {
+        "flags": made.draft["flags"] | further,
+        "training": made.draft["training"] | {"steps": 111},
+        "behind": [0, 2048],
+    }
+    card = " ".join(model_card(dataclasses.replace(made, draft=draft, first=made.draft)).split())
+    for text in (
+        "--stage draft --draft.train-seconds 200 \\ --draft.compare-seconds 0",
+        "--initial out/draft/checkpoint --out out/further \\ --behind 0 2048 --training.peak 0.002 --seed 5",
+        "--times.train-seconds 50 \\ --times.compare-seconds 0 --times.deadline-seconds 90",
+        "--draft-folder out/further --first out/draft",
+        "| first drafter, training | 198 |",
+        "the drafter for 999 steps on 12.34 M tokens and 111 steps on 12.34 M tokens",
+        "on text behind as many as 2048",
+    ):
+        assert text in card, text
+
+
 def test_card_without_comparison():
     made = build()
     card = model_card(dataclasses.replace(made, comparison=made.draft))
@@ -153,7 +182,8 @@ def test_log_keeps_both_ends_of_every_run(tmp_path):
             for i in range(250)
         ]
         (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in marked))
-    lines = assemble.training_log(tmp_path / "target", tmp_path / "draft", tmp_path / "comparison")
+    folders = [tmp_path / name for name in ("target", "draft", "comparison")]
+    lines = assemble.training_log(*folders[:2], None, folders[2])
     assert {(line["run"], line["folder"]) for line in lines} == {
         ("target", "target"),
         ("drafter", "draft"),
@@ -166,6 +196,8 @@ def test_log_keeps_both_ends_of_every_run(tmp_path):
         assert steps[-1] == 249
         assert steps == sorted(set(steps))
     assert assemble.thinned(lines[:3], 100) == lines[:3]
+    further = assemble.training_log(*folders[:2], folders[1], folders[2])
+    assert {line["run"] for line in further} == {"target", "drafter", FURTHER_RUN, "without"}
 
 
 def test_bundled_model_is_within_its_sizes():
@@ -182,7 +214,12 @@ def test_bundled_card_and_log_belong_to_the_checkpoint():
     assert f"| {sizes.draft / MIB:.2f} |" in card
     lines = [json.loads(line) for line in (BUNDLE / LOG).read_text().splitlines()]
     last = {line["run"]: line["step"] for line in lines}
-    assert set(last) == {"target", "drafter", "with transition", "without transition"}
+    assert set(last) - {FURTHER_RUN} == {
+        "target",
+        "drafter",
+        "with transition",
+        "without transition",
+    }
     assert f"trained for {last['target']} steps" in card
     assert f"trained apart for {last['with transition']} steps" in card
     assert last["with transition"] == last["without transition"]

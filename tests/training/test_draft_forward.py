@@ -16,6 +16,8 @@ from dspark_jax.model.layers import rms_norm
 from dspark_jax.model.params import param_specs
 from dspark_jax.model.transformer import logits
 from dspark_jax.training import draft_forward
+from dspark_jax.training.draft_step import block_losses
+from dspark_jax.training.generate import Features, Text
 from tests.parity.compare import Tolerance, assert_close
 from tests.training.tiny import TINY, perturbed
 
@@ -88,6 +90,30 @@ def test_equals_inference_at_short_and_full_windows():
     assert_close(states, expected_states, EXACT)
     assert_close(predicted, expected, EXACT)
     np.testing.assert_allclose(loads.sum(-1), 1, rtol=1e-6)
+
+
+def test_losses_of_a_later_part_of_a_text_are_those_of_the_text():
+    """Only differences of positions count, so a part may begin to count at zero: `Text` relies on it."""
+    draft = perturbed(draft_specs(BRIEF), seed=1)
+    target = perturbed(param_specs(BRIEF), seed=2)
+    draw = np.random.default_rng(0)
+    taps = draw.standard_normal((LENGTH - 1, 2, 3, BRIEF.hidden_size)).astype(np.float32)
+    hidden = draw.standard_normal((LENGTH - 1, 2, BRIEF.hidden_size)).astype(np.float32)
+    tokens = draw.integers(0, BRIEF.vocab_size, (2, LENGTH)).astype(np.int32)
+
+    @jax.jit
+    def losses(text, at):
+        total, _ = block_losses(
+            draft, target.embed, target.head, BRIEF, text, at, dtype=jnp.float32
+        )
+        return total
+
+    whole = Text(tokens, np.full(2, 20), Features(taps, hidden))
+    part = Text(tokens[:, 9:], np.full(2, 11), Features(taps[9:], hidden[9:]))
+    at = np.array([[17, 20], [21, 25]])
+    assert at.min() - 9 >= WINDOW
+    got, expected = losses(part, at - 9), losses(whole, at)
+    jax.tree.map(lambda x, y: assert_close(x, y, EXACT), got, expected)
 
 
 def test_transition_is_that_of_the_head():

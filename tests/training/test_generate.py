@@ -38,3 +38,15 @@ def test_logprobs_equal_teacher_forcing_and_draws_follow_them():
     excess = np.asarray(-expected - entropy)[~given[:, 1:]]
     assert abs(excess.mean()) < 6 * excess.std() / len(excess) ** 0.5
     assert len({tuple(row) for row in np.asarray(out.tokens[:32]).tolist()}) > 30
+
+
+def test_a_later_part_of_a_text_is_the_same_text():
+    params = perturbed(param_specs(SHALLOW), seed=7)
+    prompts = np.random.default_rng(0).integers(0, SHALLOW.vocab_size, (4, LENGTH))
+    prompt_lens = np.array([20, 24, 30, 47])
+    whole = sample(params, SHALLOW, prompts, prompt_lens, jax.random.key(1))
+    part = sample(params, SHALLOW, prompts, prompt_lens, jax.random.key(1), offset=17, length=20)
+    np.testing.assert_array_equal(part.tokens, whole.tokens[:, 17:37])
+    assert_close(part.logprobs[:, 1:], whole.logprobs[:, 18:37], LOGPROB)
+    for ours, theirs in zip(part.features, whole.features, strict=True):
+        assert_close(ours, theirs[17:36], LOGPROB)
