@@ -17,6 +17,7 @@ from dspark_jax.serving.bench.plots import draw_pareto, draw_speculation
 Results = dict[tuple[str, int], Mapping[str, Any]]
 """(arm, concurrency) -> result, of one scenario and capture limit."""
 
+_COST_PICTURE = "flash_cost.png"
 _RATIOS = (("adaptive", "fixed-7"), ("adaptive", "none"), ("fixed-7", "none"))
 
 
@@ -32,12 +33,16 @@ def flash_tables(data: Mapping[str, Any]) -> str:
             if ratios:
                 lines.append(markdown_table(ratios))
             lines.extend([*_verdicts(results), ""])
+            for name in ("pareto", "budget"):
+                lines.append(f"![{name}](pictures/{_picture(scenario, capture, name)})\n")
         lines.append(
             f"\n{settings['layers'] or 'All'} layers, prompts of {settings['input_len']} and outputs of "
             f"{settings['output_len']} tokens, {settings['prompts_per_stream']} per stream, temperature "
             f"{settings['temperature']:g}, acceptance {settings['acceptance']}.\n"
         )
         lines.append(_floors(data["starts"], scenario, settings))
+    if any(start["curves"] for start in data["starts"]):
+        lines.append(f"![step times](pictures/{_COST_PICTURE})\n")
     lines.extend(_start(start) for start in data["starts"])
     return "\n".join(lines) + "\n"
 
@@ -74,13 +79,13 @@ def draw_pictures(data: Mapping[str, Any], folder: Path) -> list[Path]:
     paths = []
     starts = [start for start in data["starts"] if start["curves"]]
     if starts:
-        paths.append(folder / "flash_cost.png")
+        paths.append(folder / _COST_PICTURE)
         draw_cost(starts[-1]["curves"], paths[-1])
     for scenario in data["settings"]:
         for capture in captures(data, scenario):
             results = results_of(data, scenario, capture)
             for name, draw in (("pareto", draw_pareto), ("budget", draw_speculation)):
-                paths.append(folder / f"flash_{scenario}_{capture}_{name}.png")
+                paths.append(folder / _picture(scenario, capture, name))
                 draw(results, paths[-1])
     return paths
 
@@ -112,6 +117,10 @@ def draw_cost(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
+
+
+def _picture(scenario: str, capture: int, name: str) -> str:
+    return f"flash_{scenario}_{capture}_{name}.png"
 
 
 def _floors(starts: Sequence[Mapping[str, Any]], scenario: str, settings: Mapping[str, Any]) -> str:

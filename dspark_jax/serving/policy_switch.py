@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,7 @@ class PolicySwitch:
         executor = self._executor
         buckets = executor.buckets
         if max_capture_tokens is not None:
-            buckets = (*(b for b in buckets[:-1] if b <= max_capture_tokens), buckets[-1])
+            buckets = _captured(buckets, max_capture_tokens)
         cost = executor.cost_table
         if speculative is not None and cost is not None:
             corrects = speculative.enable_live_correction
@@ -66,3 +67,19 @@ class PolicySwitch:
             raise FlagError(str(error)) from error
         mode = "none" if speculative is None else speculative.mode
         return {"mode": mode, "draft_cap": policy.draft_cap, "buckets": list(buckets)}
+
+
+def _captured(buckets: Sequence[int], most: int) -> tuple[int, ...]:
+    """Of compiled buckets those up to `most`, above it only such as double the one before, and the last.
+
+    Raises `FlagError` when none is that small.
+    """
+    kept = [bucket for bucket in buckets if bucket <= most]
+    if not kept:
+        raise FlagError(
+            f"no compiled step size holds at most {most} tokens; the smallest is {buckets[0]}"
+        )
+    for bucket in buckets[len(kept) :]:
+        if bucket >= 2 * kept[-1] or bucket == buckets[-1]:
+            kept.append(bucket)
+    return tuple(kept)

@@ -57,6 +57,7 @@ async def test_every_policy_in_one_server_gives_the_right_tokens():
                 (SpeculativeConfig(fixed_verify_len=1), None, {0, 1}),
                 (SpeculativeConfig(), 8, {0, 1, 2, 3}),
                 (ADAPTIVE, 2, {0, 1, 2, 3}),
+                (ADAPTIVE, 32, {0, 1, 2, 3}),
             ]
         ):
             said = await switched(switch, speculative, most)
@@ -66,11 +67,9 @@ async def test_every_policy_in_one_server_gives_the_right_tokens():
             assert {plan.budget for plan in device.plans} <= budgets
             assert {plan.bucket for plan in device.plans} <= set(said["buckets"])
             if most is not None:
-                assert said["buckets"] == [b for b in BUCKETS if b <= most] + [32]
+                assert said["buckets"] == list(BUCKETS)  # doublings above any limit
             if speculative is None:
                 assert not any(plan.drafts for plan in device.plans)
-        # Anchor and drafts no longer fit a fine bucket.
-        assert 32 in {plan.bucket for plan in device.plans}
 
 
 async def test_not_while_a_request_runs():
@@ -108,7 +107,7 @@ async def test_the_route():
             answer = await post({"speculative_config": {"fixed_verify_len": 2}})
             assert answer.json() == {"mode": "fixed", "draft_cap": 2, "buckets": list(BUCKETS)}
             answer = await post({"speculative_config": None, "max_capture_tokens": 4})
-            assert answer.json() == {"mode": "none", "draft_cap": 0, "buckets": [1, 2, 4, 32]}
+            assert answer.json() == {"mode": "none", "draft_cap": 0, "buckets": list(BUCKETS)}
             for body, message in [
                 ({"policy": 1}, "must be a JSON object of"),
                 ([], "must be a JSON object of"),
@@ -119,3 +118,19 @@ async def test_the_route():
                 answer = await post(body)
                 assert answer.status_code == 400
                 assert message in answer.json()["error"]["message"]
+
+
+async def test_step_sizes_above_a_limit_only_double():
+    sizes = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    curve = CostCurves(context_len=0, verify={b: 1 + b / 64 for b in sizes}, draft={4: 0.1})
+    table = CostTable([curve], max_tokens=32, max_requests=4)
+    device = FakeExecutor(buckets=sizes, cost_table=table)
+    async with serving(device) as engine:
+        switch = PolicySwitch(engine, device, CONFIG)
+        assert (await switched(switch, ADAPTIVE, 4))["buckets"] == [1, 2, 3, 4, 8, 16, 32]
+        request = make_request(max_tokens=20)
+        check_ordinary(await collect(engine, request), request, device.max_model_len)
+        assert {plan.bucket for plan in device.plans} <= {1, 2, 3, 4, 8, 16, 32}
+        assert (await switched(switch, ADAPTIVE, 3))["buckets"] == [1, 2, 3, 6, 12, 24, 32]
+        with pytest.raises(FlagError, match="the smallest is 1"):
+            switch.change(None, 0)
