@@ -31,7 +31,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileShape:
-    """One dummy step to time: `num_runs` executions back to back, each a `ProfileSample`."""
+    """One dummy step to time: `num_runs` executions, each a `ProfileSample`."""
 
     num_tokens: int
     num_requests: int

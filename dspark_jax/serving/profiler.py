@@ -117,10 +117,13 @@ def _measure(executor: Executor, settings: ProfileSettings) -> tuple[CostCurves,
     with tqdm(total=total, unit="step", desc="profiling") as bar:
         for context_len in settings.context_lens:
             samples = []
-            for shape in shapes:
-                for _ in range(shape.num_runs):
-                    samples.append(_sample(executor, shape, context_len))
-                    bar.update()
+            # Shape after shape and then again, so that a burst of other load on the host does not hit all runs
+            # of one shape: that would make it look dearer than a larger one.
+            for run in range(max(shape.num_runs for shape in shapes)):
+                for shape in shapes:
+                    if run < shape.num_runs:
+                        samples.append(_sample(executor, shape, context_len))
+                        bar.update()
             curves.append(curves_from_samples(samples, context_len))
     executor.state = executor.fresh_state()
     return tuple(curves)
