@@ -38,7 +38,7 @@ def pack_row(row: RowPlan) -> PackedRow:
             row.slot,
             0 if row.prompt_ids is None else len(row.prompt_ids),
             row.start,
-            row.samples,
+            bool(row.samples),  # may be a bool of NumPy, which is no integer to struct
             row.draft_cap,
             0,
             row.limit,

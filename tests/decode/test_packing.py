@@ -1,5 +1,7 @@
 """Packed rows: every field in its column, and rows cut up for a program that holds fewer of them."""
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,8 +31,9 @@ def test_parts_hold_every_used_row_once_and_in_order(num_rows: int, unused: int,
 
 def test_what_is_packed_is_what_the_step_reads() -> None:
     chunk = np.array([7, 8, 9], np.int32)
+    bool_of_numpy: Any = np.bool_(False)
     prompt = RowPlan(
-        slot=3, prompt_ids=chunk, start=4, samples=False, limit=50, prompt_len=20, top_k=11
+        slot=3, prompt_ids=chunk, start=4, samples=bool_of_numpy, limit=50, prompt_len=20, top_k=11
     )
     decode = RowPlan(
         slot=1,
