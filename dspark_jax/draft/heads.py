@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.draft.params import DraftParams
+from dspark_jax.model.layers import linear_f32
 
 
 def transition_logits(params: DraftParams, previous: jax.Array) -> jax.Array:
     """Markov bias B = W2 W1[x_{k-1}]: previous int32 [...] -> float32 [..., V] (DSpark, vanilla head)."""
-    row = params.markov_w1[previous].astype(jnp.float32)
-    return jnp.einsum("...r,vr->...v", row, params.markov_w2.astype(jnp.float32))
+    return linear_f32(params.markov_w1[previous], params.markov_w2)
 
 
 def confidence_logits(params: DraftParams, hidden: jax.Array, previous: jax.Array) -> jax.Array:

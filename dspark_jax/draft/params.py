@@ -6,8 +6,15 @@ import jax
 from flax import struct
 
 from dspark_jax.config import ConfigError, ModelConfig
-from dspark_jax.kernels.quantized import Weight
-from dspark_jax.model.params import Block, HyperHead, block_specs, hyper_head_specs, leaf_spec
+from dspark_jax.kernels.quantized import Weight, by_column
+from dspark_jax.model.params import (
+    Block,
+    HyperHead,
+    block_by_column,
+    block_specs,
+    hyper_head_specs,
+    leaf_spec,
+)
 
 
 class DraftParams(struct.PyTreeNode):
@@ -43,4 +50,13 @@ def draft_specs(cfg: ModelConfig) -> DraftParams:
         w_confidence=leaf_spec((1, c + r), (None, None), "bf16"),
         calibration_scale=leaf_spec((g,), (None,), "f32", "one"),
         calibration_offset=leaf_spec((g,), (None,), "f32", "zero"),
+    )
+
+
+def draft_by_column(params: DraftParams) -> DraftParams:
+    """The same drafter with its float32 matrices as `by_column` keeps them: what a CPU serves with."""
+    return params.replace(
+        w_main=by_column(params.w_main),
+        stages=block_by_column(params.stages),
+        markov_w2=by_column(params.markov_w2),
     )

@@ -2,7 +2,8 @@
 
 Both scales are ue8m0: a byte b stands for 2^(b - 127) and multiplies. Leading axes (layer, expert) are free,
 so a stack of layers is one array. Codes lie in memory as in the files; fp4 scales are regrouped, four to a word
-and rows innermost, so that a kernel reads those of a tile in one coalesced load.
+and rows innermost, so that a kernel reads those of a tile in one coalesced load. A CPU keeps neither: it holds
+matrices by column, two bytes a value.
 """
 
 from __future__ import annotations
@@ -47,12 +48,28 @@ class Fp4Weight(struct.PyTreeNode):
 Weight = jax.Array | Fp8Weight | Fp4Weight
 
 
+class ColumnWeight(struct.PyTreeNode):
+    """`bits` [..., K, N] uint16, the bfloat16 patterns of the transposed matrix: what a CPU multiplies by.
+
+    A product on a CPU wants float32 inputs first, and XLA copies a layer out of its stack in any case. Widening
+    by a shift on the way reads half the bytes, and the product needs no transposition of its own. The type is
+    not bfloat16 because XLA would widen the whole stack ahead of the loop over layers.
+    """
+
+    bits: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix that is meant."""
+        return (*self.bits.shape[:-2], self.bits.shape[-1], self.bits.shape[-2])
+
+
 def exponent_to_scale(exponent: jax.Array) -> jax.Array:
     """ue8m0 bytes [...] -> float32 powers of two [...]."""
     return jnp.ldexp(jnp.ones(exponent.shape, jnp.float32), exponent.astype(jnp.int32) - 127)
 
 
-def dequantize(weight: Weight, dtype: jnp.dtype | type = jnp.float32) -> jax.Array:
+def dequantize(weight: Weight | ColumnWeight, dtype: jnp.dtype | type = jnp.float32) -> jax.Array:
     """The matrix [..., N, K] that `weight` stands for, in `dtype`; a plain array is only cast."""
     if isinstance(weight, Fp8Weight):
         n, k = weight.weight.shape[-2:]
@@ -64,7 +81,24 @@ def dequantize(weight: Weight, dtype: jnp.dtype | type = jnp.float32) -> jax.Arr
         values = decode_fp4(codes.reshape(weight.shape))
         scale = exponent_to_scale(unpack_fp4_scale(weight.scale, weight.shape[-1]))
         return (values * jnp.repeat(scale, FP4_RUN, -1)).astype(dtype)
+    if isinstance(weight, ColumnWeight):
+        wide = jax.lax.bitcast_convert_type(weight.bits.astype(jnp.uint32) << 16, jnp.float32)
+        return jnp.swapaxes(wide, -1, -2).astype(dtype)
     return weight.astype(dtype)
+
+
+def by_column(matrix: Weight) -> Any:
+    """A float32 matrix [..., N, K] as `ColumnWeight` if bfloat16 holds every value; anything else as it is.
+
+    It is typed as the array whose place it takes in a tree; `dequantize` and `take` know it, kernels do not.
+    Released values all fit: fp8 and fp4 have at most four significant bits, and their scales are powers of two.
+    """
+    if not isinstance(matrix, jax.Array) or matrix.dtype != jnp.float32:
+        return matrix
+    half = matrix.astype(jnp.bfloat16)
+    if not jnp.array_equal(half.astype(jnp.float32), matrix):
+        return matrix
+    return ColumnWeight(jnp.swapaxes(jax.lax.bitcast_convert_type(half, jnp.uint16), -1, -2))
 
 
 def fp4_scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -100,6 +134,6 @@ def decode_fp4(codes: jax.Array) -> jax.Array:
     return jnp.concatenate([magnitude, -magnitude])[codes]
 
 
-def take(weight: Weight, index: tuple[jax.Array | int, ...]) -> Weight:
+def take(weight: Weight | ColumnWeight, index: tuple[jax.Array | int, ...]) -> Weight:
     """Index the leading axes of a stack: `take(w, (layer,))`, `take(experts, (layer, expert_ids))`."""
     return jax.tree.map(lambda leaf: leaf[index], weight)

@@ -17,7 +17,7 @@ from flax import struct
 from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.dispatch import Backend, Dispatch
 from dspark_jax.kernels.linear import LayerWeight
-from dspark_jax.kernels.quantized import Weight, take
+from dspark_jax.kernels.quantized import Weight, by_column, take
 
 
 class Hyper(struct.PyTreeNode):
@@ -90,6 +90,10 @@ class Params(struct.PyTreeNode):
     tid2eid: jax.Array | None  # [hash layers, V, k] int32
 
 
+_LINEARS = ("w_q_a", "w_q_b", "w_kv", "w_o_a", "w_o_b", "w_shared_gate_up", "w_shared_down")
+_COMPRESSOR_MATRICES = ("w_kv", "w_gate")
+
+
 class Spec(NamedTuple):
     """Shape, logical axes and storage of one parameter leaf.
 
@@ -118,8 +122,7 @@ def layer_block(stack: Block, layer: jax.Array | int, dispatch: Dispatch) -> Blo
     rest = stack.replace(
         w_gate_up=None, w_down=None, hyper_attn=None, hyper_ffn=None, g_attn=None, g_ffn=None
     )
-    linears = "w_q_a w_q_b w_kv w_o_a w_o_b w_shared_gate_up w_shared_down".split()
-    return _cut(rest, layer, dispatch, linears)
+    return _cut(rest, layer, dispatch, _LINEARS)
 
 
 def layer_indexer(stack: Indexer, layer: jax.Array | int, dispatch: Dispatch) -> Indexer:
@@ -138,6 +141,30 @@ def _cut(stack: Any, layer: jax.Array | int, dispatch: Dispatch, linears: Sequen
     matrices = {name: layer_matrix(getattr(stack, name), layer, dispatch) for name in linears}
     rest = jax.tree.map(lambda leaf: leaf[layer], stack.replace(**dict.fromkeys(linears)))
     return rest.replace(**matrices)
+
+
+def params_by_column(params: Params) -> Params:
+    """The same target with its float32 matrices as `by_column` keeps them: what a CPU serves with."""
+    indexer = params.indexer
+    if indexer is not None:
+        indexer = _by_column(indexer, ["w_q_b", "w_heads"])
+        indexer = indexer.replace(compressor=_by_column(indexer.compressor, _COMPRESSOR_MATRICES))
+    return params.replace(
+        head=by_column(params.head),
+        blocks=block_by_column(params.blocks),
+        csa=params.csa and _by_column(params.csa, _COMPRESSOR_MATRICES),
+        indexer=indexer,
+        hca=params.hca and _by_column(params.hca, _COMPRESSOR_MATRICES),
+    )
+
+
+def block_by_column(stack: Block) -> Block:
+    """A stack of blocks with its float32 matrices as `by_column` keeps them."""
+    return _by_column(stack, [*_LINEARS, "w_router", "w_gate_up", "w_down"])
+
+
+def _by_column(tree: Any, names: Sequence[str]) -> Any:
+    return tree.replace(**{name: by_column(getattr(tree, name)) for name in names})
 
 
 def block_specs(cfg: ModelConfig, layers: int) -> Block:

@@ -18,7 +18,9 @@ from dspark_jax.decode.packing import PackedRows, pack
 from dspark_jax.decode.plan import Logprobs, StepOutputs, StepPlan
 from dspark_jax.decode.state import DecodeState, init_state
 from dspark_jax.decode.step import DeviceLogprobs, ModelParams
+from dspark_jax.draft.params import draft_by_column
 from dspark_jax.model.cache import PageGeometry
+from dspark_jax.model.params import params_by_column
 from dspark_jax.serving.buckets import bucket_for
 from dspark_jax.serving.config import ServeConfig
 from dspark_jax.serving.dummy_step import run_every_program
@@ -134,6 +136,8 @@ class Executor:
                 overrides=config.hf_overrides,
                 progress=True,
             )
+            if not setup.on_gpu:
+                target, draft = params_by_column(target), draft and draft_by_column(draft)
             params = ModelParams(target=target, draft=draft)
             setup = dataclasses.replace(setup, model_config=model_config)
             geometry = setup.lay_out(params)

@@ -12,12 +12,13 @@ import pytest
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.draft.backbone import context_rows, run_block, write_context
-from dspark_jax.draft.params import draft_specs
+from dspark_jax.draft.params import draft_by_column, draft_specs
 from dspark_jax.kernels.dispatch import Backend, Dispatch
 from dspark_jax.kernels.expert_mlp.cases import random_weight
+from dspark_jax.kernels.quantized import ColumnWeight
 from dspark_jax.model.batch import batch_from_chunks
 from dspark_jax.model.cache import PageGeometry, commit, init_cache, kept_tokens
-from dspark_jax.model.params import Spec, init_params, param_specs
+from dspark_jax.model.params import Spec, init_params, param_specs, params_by_column
 from dspark_jax.model.transformer import forward, logits
 from tests.kernels.flash import FLASH, released
 from tests.parity.compare import FLOAT32_UNROLLED, Tolerance, assert_close
@@ -144,3 +145,25 @@ def test_kernels_equal_the_references(quantized: bool) -> None:
     for name, wanted in expected.items():
         assert np.isfinite(np.asarray(wanted)).all(), name
         assert_close(actual[name], wanted, ROUNDED if quantized else FLOAT32_UNROLLED, name)
+
+
+def test_columns_equal_rows() -> None:
+    seed = fresh_seed()
+    cfg = released(FLASH | TINY)
+    draw = partial(init_params, experts=cfg.n_routed_experts)
+
+    def halved(tree: Any) -> Any:
+        """The tree with every value rounded to one that bfloat16 holds."""
+        return jax.tree.map(
+            lambda x: x.astype(jnp.bfloat16).astype(x.dtype) if x.dtype == jnp.float32 else x, tree
+        )
+
+    params = halved(draw(param_specs(cfg), jax.random.key(seed)))
+    draft = halved(draw(draft_specs(cfg), jax.random.key(seed + 1)))
+    columns, draft_columns = params_by_column(params), draft_by_column(draft)
+    assert isinstance(columns.blocks.w_gate_up, ColumnWeight)
+    expected = run(cfg, params, draft, seed, Dispatch(), drafts=True)
+    actual = run(cfg, columns, draft_columns, seed, Dispatch(), drafts=True)
+    for name, wanted in expected.items():
+        assert np.isfinite(np.asarray(wanted)).all(), name
+        assert_close(actual[name], wanted, FLOAT32_UNROLLED, name)

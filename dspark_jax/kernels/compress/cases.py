@@ -33,6 +33,7 @@ TEST_CASES = (
     Case("first_window", (Row(0, 4),), ratio=4, overlap=True, width=16),
     Case("mixed", (Row(5, 3), Row(0, 9), Row(6, 1)), ratio=4, overlap=True, width=24, padding=2),
     Case("no_overlap", (Row(5, 3), Row(0, 9), Row(6, 2)), ratio=8, overlap=False, width=16),
+    Case("many_windows", (Row(2, 43), Row(3, 1)), ratio=4, overlap=True, width=16),
     Case("padding_only", (), ratio=4, overlap=True, width=16, padding=3),
 )
 

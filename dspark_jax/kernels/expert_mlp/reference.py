@@ -22,20 +22,25 @@ def expert_mlp_reference(x, expert_ids, weights, w_gate_up, w_down, *, layer, li
     order = jnp.argsort(flat_ids, stable=True)
     counts = jnp.sum(flat_ids[:, None] == jnp.arange(experts), axis=0)
     first = jnp.cumsum(counts) - counts
-    tiles = (counts + tile - 1) // tile
-    tiles_end = jnp.cumsum(tiles)
+    tiles_end = jnp.cumsum((counts + tile - 1) // tile)
+    # Of every tile that there may be: its expert, its pairs, and which of them are its own.
+    number = jnp.arange(min(experts, pairs) + pairs // tile)
+    owner = jnp.minimum(jnp.sum(tiles_end <= number[:, None], axis=1), experts - 1)
+    nth = number - jnp.where(owner > 0, tiles_end[owner - 1], 0)
+    place = nth[:, None] * tile + jnp.arange(tile)
+    is_own = place < counts[owner][:, None]
+    pair = order[jnp.minimum(first[owner][:, None] + place, pairs - 1)]
+    pair_weight = jnp.where(is_own, flat_weights[pair], 0.0)
+    goal = jnp.where(is_own, pair, pairs)
 
     def run_tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert = jnp.searchsorted(tiles_end, i, side="right")
-        place = (i - (tiles_end - tiles)[expert]) * tile + jnp.arange(tile)
-        real = place < counts[expert]
-        pair = order[jnp.minimum(first[expert] + place, pairs - 1)]
-        gate_up = x[pair // k] @ dequantize(take(w_gate_up, (layer, expert))).T
+        expert = owner[i]
+        gate_up = x[pair[i] // k] @ dequantize(take(w_gate_up, (layer, expert))).T
         gate, up = jnp.split(gate_up, 2, axis=-1)
         hidden = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
-        hidden = hidden * jnp.where(real, flat_weights[pair], 0.0)[:, None]
+        hidden = hidden * pair_weight[i][:, None]
         result = hidden @ dequantize(take(w_down, (layer, expert))).T
-        return out.at[jnp.where(real, pair, pairs)].set(result, mode="drop")
+        return out.at[goal[i]].set(result, mode="drop")
 
     out = jnp.zeros((pairs, x.shape[1]), jnp.float32)
     out = jax.lax.fori_loop(0, tiles_end[-1], run_tile, out)
