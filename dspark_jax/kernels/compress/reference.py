@@ -46,7 +46,9 @@ def compress_reference(
         pooled = jnp.sum(jax.nn.softmax(gates, axis=1) * values, axis=1)
         return jax.lax.dynamic_update_slice_in_dim(out, pooled, i * size, axis=0)
 
-    used = jnp.max(jnp.where(closing < tokens, jnp.arange(1, count + 1), 0))
     width = step_rows.shape[1] // (4 if overlap else 2)
     start = jnp.zeros((count, width), step_rows.dtype)
+    if count == size:
+        return pool(jnp.int32(0), start)
+    used = jnp.max(jnp.where(closing < tokens, jnp.arange(1, count + 1), 0))
     return jax.lax.fori_loop(0, (used + size - 1) // size, pool, start)

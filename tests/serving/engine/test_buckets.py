@@ -48,8 +48,9 @@ def test_above_the_capture_limit_only_doublings() -> None:
 
 
 def test_drafting_for_many_requests_needs_no_program_of_its_own_in_the_doubling_ladder() -> None:
-    assert row_buckets(64, "doubling") == (1, 2, 4, 8, 16)
-    assert row_buckets(5, "doubling") == (1, 2, 4, 5)
+    assert row_buckets(64, "doubling") == (1, 4, 8, 16)
+    assert row_buckets(5, "doubling") == (1, 4, 5)
+    assert row_buckets(2, "doubling") == (1, 2)
     assert row_buckets(20) == (1, 2, 4, 8, 16, 20)
 
 
