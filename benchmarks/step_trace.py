@@ -158,7 +158,6 @@ def trace(executor: Executor, options: Options, tokens: int, *, drafts: bool) ->
             [before, after, round(ms, 4), count]
             for before, after, ms, count in idle_gaps(kernels, options.repeats)[: options.kernels]
         ],
-        "a_path": kernels[len(kernels) // 2].path if kernels else "",
     }
 
 
@@ -181,8 +180,9 @@ def main(argv: list[str] | None = None) -> int:
             row = trace(executor, options, tokens, drafts=drafts)
             rows.append(row)
             print(
-                f"\n{row['program']} {row['size']}: step {row['step_ms']:.2f} ms, launch {row['launch_ms']:.2f} ms, "
-                f"busy {row['busy_ms']:.2f} ms, {row['kernels']:.0f} kernels (a path: {row['a_path']})"
+                f"\n{row['program']} {row['size']}: step {row['step_ms']:.2f} ms, "
+                f"launch {row['launch_ms']:.2f} ms, "
+                f"busy {row['busy_ms']:.2f} ms, {row['kernels']:.0f} kernels"
             )
             table = [{"part": k, "ms": v[0], "kernels": v[1]} for k, v in row["parts"].items()]
             print(markdown_table(table))

@@ -42,8 +42,8 @@ TEST_CASES = (
     Case("mixed_lengths", (Row(5, 3), Row(0, 4), Row(63, 1)), listed=24, padding=2, **TINY),
     Case("empty_request", (Row(9, 2), Row(4, 0), Row(2, 1)), listed=6, **TINY),
     Case("no_valid_entry", (Row(20, 2),), listed=6, few=0, **TINY),
-    Case("few_of_a_long_list", (Row(40, 3), Row(5, 1)), listed=64, **TINY),
-    Case("much_of_a_long_list", (Row(200, 2), Row(5, 1)), listed=64, padding=1, **TINY),
+    Case("few_of_a_long_list", (Row(40, 12), Row(5, 4)), listed=64, **TINY),
+    Case("much_of_a_long_list", (Row(200, 14), Row(5, 1)), listed=64, padding=1, **TINY),
     Case("chunk_longer_than_window", (Row(3, 12),), listed=6, **TINY),
 )
 
