@@ -60,12 +60,14 @@ class Trainer:
         self._step = jax.jit(step, donate_argnums=0).lower(self._initial(), *arguments).compile()
         self.compile_s = time.perf_counter() - started
 
-    def _initial(self, params: DraftParams | None = None) -> DraftState:
-        if params is None:
-            key = jax.random.key(self._flags.seed, impl="rbg")
-            start = functools.partial(initial_draft, self._cfg, from_target=self._flags.from_target)
-            params = jax.jit(start)(self._target, key)
+    def _initial(self, given: DraftParams | None = None) -> DraftState:
+        params = given or self._fresh()
         return DraftState(params=params, optimizer=jax.jit(self._optimizer.init)(params))
+
+    def _fresh(self) -> DraftParams:
+        key = jax.random.key(self._flags.seed, impl="rbg")
+        start = functools.partial(initial_draft, self._cfg, from_target=self._flags.from_target)
+        return jax.jit(start)(self._target, key)
 
     def _arguments(self, step: int, total: int | None, *, markov: bool) -> tuple[Any, ...]:
         flags = self._flags

@@ -73,6 +73,14 @@ def test_transition_is_needed_behind_the_first_position(steps, good):
     assert (acceptance[False][1:] < 0.55).all(), acceptance
 
 
+def test_training_goes_on_from_given_parameters():
+    runs = trainer(distinct=ROWS)
+    fresh, _ = runs.train(silent, steps=60)
+    _, again = runs.train(silent, steps=FLAGS.warmup)
+    _, further = runs.train(silent, steps=FLAGS.warmup, initial=fresh)
+    assert further["tv"] < 0.7 * again["tv"], (further, again)
+
+
 @pytest.mark.parametrize(
     ("steps", "least"),
     [(120, 0.3), pytest.param(1000, 0.08, marks=pytest.mark.slow)],
