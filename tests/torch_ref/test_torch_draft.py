@@ -133,7 +133,7 @@ def test_context_after_any_acceptance_equals_recomputation(layout):
         dense = dense_config(hidden_size=CFG.hidden_size)
         drafter = DenseDrafter(dense_weights(dense, seed), dense)
         again = DenseDrafter(dense_weights(dense, seed), dense)
-    tokens = [rng.randrange(CFG.vocab_size) for _ in range(40)]
+    tokens = [rng.randrange(CFG.vocab_size) for _ in range(41)]
     _, states = forward_with_states(weights, CFG, torch.tensor([tokens]))
     expected = tap_features(states, drafter.target_layer_ids)[0]
     cache = new_cache(CFG, 60, 6)
