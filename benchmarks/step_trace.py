@@ -74,14 +74,15 @@ def read_kernels(folder: Path) -> list[Kernel]:
                 continue
             for event in line.events:
                 stats = {str(key): str(value) for key, value in event.stats}
-                path = " ".join(f"{key}:{value}" for key, value in stats.items())
+                # Kernels within a command buffer come without the path of their operation.
+                path = stats.get("name", "")
                 kernels.append(Kernel(event.name, path, event.start_ns, event.duration_ns))
     return kernels
 
 
 def part_of(kernel: Kernel) -> str:
     """The innermost scope of the kernel's operation."""
-    found = _SCOPE.findall(kernel.path)
+    found = [name for name in kernel.path.split("/") if _SCOPE.fullmatch(name)]
     return re.sub(r"draft_stage_\d+", "draft_stage", found[-1]) if found else "(other)"
 
 

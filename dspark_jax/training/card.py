@@ -152,7 +152,7 @@ def _draft_commands(build: Build) -> str:
             "python -m dspark_jax.training.draft_stage --initial out/draft/checkpoint --out out/further \\\n"
             f"    --behind {behind} --training.peak {flags['training']['peak']:g} "
             f"--seed {flags['seed']} \\\n"
-            f"    {_draft_times(flags['times']).replace('draft.', 'times.')}"
+            f"    {_draft_times(flags['times'], 'times')}"
         )
         further = " \\\n    --draft-folder out/further --first out/draft"
     if compared != times:
@@ -163,11 +163,11 @@ def _draft_commands(build: Build) -> str:
     return "\n".join([*lines, f"{stage} assemble{apart}{further}"])
 
 
-def _draft_times(times: dict[str, float]) -> str:
+def _draft_times(times: dict[str, float], group: str = "draft") -> str:
     return (
-        f"--draft.train-seconds {times['train_seconds']:g} \\\n"
-        f"    --draft.compare-seconds {times['compare_seconds']:g} "
-        f"--draft.deadline-seconds {times['deadline_seconds']:g}"
+        f"--{group}.train-seconds {times['train_seconds']:g} \\\n"
+        f"    --{group}.compare-seconds {times['compare_seconds']:g} "
+        f"--{group}.deadline-seconds {times['deadline_seconds']:g}"
     )
 
 

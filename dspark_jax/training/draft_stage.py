@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from dspark_jax.checkpoint.export import export_checkpoint
 from dspark_jax.checkpoint.load import load_checkpoint
-from dspark_jax.config import ModelConfig
+from dspark_jax.config import ConfigError, ModelConfig
 from dspark_jax.draft.params import DraftParams
 from dspark_jax.model.params import Params
 from dspark_jax.training.calibrate import fit_calibration
@@ -193,6 +193,8 @@ def main(flags: DraftFlags, cfg: ModelConfig | None = None) -> None:
     held_out = write_held_out(target, cfg, tokenizer, flags)
     watch.lap("sampling held-out")
     initial = load_checkpoint(flags.initial)[2] if flags.initial else None
+    if flags.initial and initial is None:
+        raise ConfigError(f"--initial {flags.initial} has no DSpark drafter; leave it out")
     trainer = Trainer(cfg, target, texts, flags.training)
     watch.lap("compiling the step")
     report: dict[str, Any] = {
