@@ -3,7 +3,8 @@
     python -m benchmarks.lossless --output benchmarks/results/lossless.json
 
 A server without speculation answers every prompt, one at a time; that is the reference. Every other server, at
-every concurrency, must give the same text, token count and reason to end.
+every concurrency, must give the same text, token count and reason to end. For an answer that differs, `near_ties`
+says how close the closest choice of experts or entries was where the log-probabilities part.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 import tyro
 
-from benchmarks.prompts import bundled_prompts
+from benchmarks.near_ties import closest_choice
+from benchmarks.prompts import bundled_prompts, load_tokenizer
 from benchmarks.result import Result, first_difference
 from benchmarks.server import (
     ADAPTIVE,
@@ -29,6 +31,7 @@ from benchmarks.server import (
     run_benchmark,
     serving,
 )
+from dspark_jax.config import load_config
 from dspark_jax.serving.bench.server_metrics import server_side_metrics
 
 GREEDY, SEEDED = "greedy", "T=1 with seeds"
@@ -41,6 +44,8 @@ _ARMS: Mapping[str, tuple[Mapping[str, Any] | None, tuple[str, ...]]] = {
     "adaptive, coupled": ({**ADAPTIVE, **COUPLED}, (SEEDED,)),
 }
 _CONTEXT = 30
+# Programs of different size differ by some 1e-6 in log-probabilities.
+_PARTED = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,25 @@ def describe_difference(answer: Answer, reference: Answer) -> str:
     return f"differs at character {at}: {ours!r}, expected {theirs!r}"
 
 
+def explain_difference(
+    options: LosslessOptions, prompt: str, answer: Answer, reference: Answer
+) -> str:
+    """Where the log-probabilities of two answers part, and the model's closest choice there."""
+    ours, theirs = (a.response["choices"][0]["logprobs"] for a in (answer, reference))
+    at = first_difference(ours["tokens"], theirs["tokens"])
+    if at is None:
+        return "all tokens are equal"
+    pairs = zip(ours["token_logprobs"][:at], theirs["token_logprobs"])
+    at = next((i for i, (a, b) in enumerate(pairs) if abs(a - b) > _PARTED), at)
+    tokenizer = load_tokenizer(options.model_folder)
+    vocab_size = load_config(options.model_folder).vocab_size
+    ids = {tokenizer.token_text(i): i for i in range(vocab_size)}
+    read = tokenizer.encode(prompt, add_special_tokens=True)
+    read += [ids[text] for text in theirs["tokens"][:at]]
+    closest = closest_choice(options.model_folder, read)
+    return f"probabilities part at token {at}, where the closest choice is: {closest}"
+
+
 async def ask(
     server: Server, options: LosslessOptions, prompts: Sequence[str], choice: str, concurrency: int
 ) -> list[Answer]:
@@ -78,7 +102,8 @@ async def ask(
 
     def job(seed: int, prompt: str) -> Any:
         fields = {"temperature": 0} if choice == GREEDY else {"temperature": 1, "seed": seed}
-        return server.complete(prompt, max_tokens=options.num_tokens, **fields)
+        # With log-probabilities, to see where answers part.
+        return server.complete(prompt, max_tokens=options.num_tokens, logprobs=0, **fields)
 
     jobs = [partial(job, seed, prompt) for seed, prompt in enumerate(prompts)]
     return await run_all(jobs, concurrency, f"{choice}, {concurrency} at a time")
@@ -89,6 +114,7 @@ async def compare(options: LosslessOptions) -> int:
     prompts = bundled_prompts(options.num_prompts)
     references: dict[str, list[Answer]] = {}
     rows: list[dict[str, Any]] = []
+    notes: list[str] = []
     for name in dict.fromkeys(("none", *options.arms)):
         config, choices = _ARMS[name]
         async with serving(options, config) as server:
@@ -103,7 +129,10 @@ async def compare(options: LosslessOptions) -> int:
                     for index, difference in enumerate(found):
                         if difference:
                             where = f"{name}, {choice}, concurrency {concurrency}, prompt {index}"
-                            print(f"{where}: {difference}", flush=True)
+                            pair = answers[index], references[choice][index]
+                            reason = explain_difference(options, prompts[index], *pair)
+                            notes.append(f"{where}: {difference}; {reason}")
+                            print(notes[-1], flush=True)
                     rows.append(
                         {
                             "server": name,
@@ -123,6 +152,7 @@ async def compare(options: LosslessOptions) -> int:
         ),
         is_kept=not any(row["different"] for row in rows),
         rows=rows,
+        notes=notes,
         options=options,
     ).finish(options.output)
 
