@@ -53,10 +53,23 @@ def draft_specs(cfg: ModelConfig) -> DraftParams:
     )
 
 
+def context_params(params: DraftParams) -> DraftParams:
+    """Only what `backbone.context_rows` reads, None elsewhere: a call costs the host microseconds per array."""
+    stages = params.stages
+    return jax.tree.map(lambda leaf: None, params).replace(
+        w_main=params.w_main,
+        g_main=params.g_main,
+        stages=jax.tree.map(lambda leaf: None, stages).replace(w_kv=stages.w_kv, g_kv=stages.g_kv),
+    )
+
+
 def draft_by_column(params: DraftParams) -> DraftParams:
-    """The same drafter with its float32 matrices as `by_column` keeps them: what a CPU serves with."""
+    """The same drafter with its float32 matrices as `by_column` keeps them: what a CPU serves with.
+
+    Not those that make context rows: every step of one request multiplies one row by them, even while the drafter
+    rests, which takes four times as long from two bytes a value.
+    """
     return params.replace(
-        w_main=by_column(params.w_main),
-        stages=block_by_column(params.stages),
+        stages=block_by_column(params.stages).replace(w_kv=params.stages.w_kv),
         markov_w2=by_column(params.markov_w2),
     )

@@ -143,6 +143,12 @@ def _cut(stack: Any, layer: jax.Array | int, dispatch: Dispatch, linears: Sequen
     return rest.replace(**matrices)
 
 
+def vocabulary_params(params: Params) -> Params:
+    """Only embedding and output head, which a drafter shares, None elsewhere: see `context_params`."""
+    nothing = jax.tree.map(lambda leaf: None, params)
+    return nothing.replace(embed=params.embed, head=params.head)
+
+
 def params_by_column(params: Params) -> Params:
     """The same target with its float32 matrices as `by_column` keeps them: what a CPU serves with."""
     indexer = params.indexer

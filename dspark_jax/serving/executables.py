@@ -16,7 +16,7 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.decode.draft_step import DraftOptions, draft_step
 from dspark_jax.decode.packing import PackedPlan, PackedRows
 from dspark_jax.decode.row_layout import NUM_FLOATS, NUM_INTS
-from dspark_jax.decode.state import DecodeState
+from dspark_jax.decode.state import DecodeState, Proposals
 from dspark_jax.decode.step import (
     DeviceLogprobs,
     DeviceOutputs,
@@ -25,7 +25,9 @@ from dspark_jax.decode.step import (
     verify_step,
 )
 from dspark_jax.decode.verify import Method
+from dspark_jax.draft.params import context_params
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.model.params import vocabulary_params
 from dspark_jax.serving.program_store import ProgramStore
 
 Program = Callable[..., Any]
@@ -101,18 +103,21 @@ class Executables:
     ) -> None:
         """Load or compile what is missing for arrays like these, largest first, one thread per core.
 
+        A program takes what `verifying_params` or `drafting_params` leave of `params`.
+
         Of `share` (i, n) only every n-th program, from the i-th.
         """
         params, state = jax.tree.map(_abstract, (params, state))
-        jobs = [(self.verify, b, self._verify_program) for b in self._token_buckets]
-        jobs += [(self.draft, b, self._draft_program) for b in self.row_buckets]
+        verifying, drafting = verifying_params(params), drafting_params(params)
+        jobs = [(self.verify, b, self._verify_program, verifying) for b in self._token_buckets]
+        jobs += [(self.draft, b, self._draft_program, drafting) for b in self.row_buckets]
         jobs = [job for job in jobs if job[1] not in job[0]]
         jobs.sort(key=lambda job: -job[1])
         jobs = jobs[share[0] :: share[1]]
 
-        def run(job: tuple[dict[int, Program], int, Callable[..., Program]]) -> None:
-            programs, bucket, build = job
-            programs[bucket] = build(params, state, bucket)
+        def run(job: tuple[dict[int, Program], int, Callable[..., Program], ModelParams]) -> None:
+            programs, bucket, build, given = job
+            programs[bucket] = build(given, state, bucket)
             bar.update()
 
         with (
@@ -146,9 +151,14 @@ class Executables:
         options = DraftOptions(
             method=self._method, greedy_drafts=self._greedy_drafts, dispatch=self._dispatch
         )
-        step = partial(draft_step, cfg=self._cfg, options=options)
-        arguments = (params, state, _abstract_rows(bucket))
-        return self._build(f"draft {options}", step, arguments, (state, 0))
+
+        def step(params: ModelParams, proposals: Proposals, known: DecodeState, rows: PackedRows):
+            whole = known.replace(proposals=proposals)
+            drafted, confidences = draft_step(params, whole, rows, cfg=self._cfg, options=options)
+            return drafted.proposals, confidences
+
+        arguments = (params, state.proposals, without_proposals(state), _abstract_rows(bucket))
+        return self._build(f"draft {options}", step, arguments, (state.proposals, 0))
 
     def _build(self, key: str, step: Program, arguments: tuple[Any, ...], results: Any) -> Program:
         compiler_options = _COMPILER_OPTIONS.get(jax.default_backend(), {})
@@ -158,6 +168,22 @@ class Executables:
             results,
             lambda: jax.jit(step, donate_argnums=1).lower(*arguments).compile(compiler_options),
         )
+
+
+def verifying_params(params: ModelParams) -> ModelParams:
+    """What the verifying half takes: of the drafter, only what makes its context rows."""
+    return params.replace(draft=params.draft and context_params(params.draft))
+
+
+def drafting_params(params: ModelParams) -> ModelParams:
+    """What the drafting half takes: of the target, only its vocabulary."""
+    return params.replace(target=params.target and vocabulary_params(params.target))
+
+
+def without_proposals(state: DecodeState) -> DecodeState:
+    """What the drafting half reads beside the proposals, which alone it takes over and gives back."""
+    nothing: Any = None
+    return state.replace(cache=nothing, proposals=nothing)
 
 
 def logit_rows(bucket: int, draft_len: int, num_slots: int) -> int:

@@ -24,7 +24,12 @@ from dspark_jax.model.params import params_by_column
 from dspark_jax.serving.buckets import bucket_for
 from dspark_jax.serving.config import ServeConfig
 from dspark_jax.serving.dummy_step import run_every_program
-from dspark_jax.serving.executables import Executables
+from dspark_jax.serving.executables import (
+    Executables,
+    drafting_params,
+    verifying_params,
+    without_proposals,
+)
 from dspark_jax.serving.profiler import ProfileSettings, build_cost_table
 from dspark_jax.serving.setup import Setup
 
@@ -105,6 +110,7 @@ class Executor:
         self.draft_len = executables.draft_len
         self.cost_table: CostTable | None = None
         self._params = params
+        self._verifying, self._drafting = verifying_params(params), drafting_params(params)
         self._executables = executables
         self._geometry = geometry
         self._cache_dtype = cache_dtype
@@ -192,7 +198,7 @@ class Executor:
         packed = pack(plan, rows=self._executables.rows(plan.bucket))
         packed = packed.replace(page_table=self._device_page_table(plan.page_table))
         verify = self._executables.verify[plan.bucket]
-        self.state, outputs = verify(self._params, self.state, packed)
+        self.state, outputs = verify(self._verifying, self.state, packed)
         confidences = self._draft(packed.rows, len(plan.rows)) if plan.drafts else None
         wants = any(row.wants_logprobs for row in plan.rows)
         wants_prompt = any(row.wants_prompt_logprobs for row in plan.rows)
@@ -219,7 +225,11 @@ class Executor:
         for part in packed.parts(num_rows, buckets[-1]):
             rows = bucket_for(buckets, len(part.ints))
             draft = self._executables.draft[rows]
-            self.state, drafted = draft(self._params, self.state, part.resized(rows))
+            known = without_proposals(self.state)
+            proposals, drafted = draft(
+                self._drafting, self.state.proposals, known, part.resized(rows)
+            )
+            self.state = self.state.replace(proposals=proposals)
             confidences.append(drafted)
         return tuple(confidences)
 

@@ -12,7 +12,7 @@ import pytest
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.draft.backbone import context_rows, run_block, write_context
-from dspark_jax.draft.params import draft_by_column, draft_specs
+from dspark_jax.draft.params import context_params, draft_by_column, draft_specs
 from dspark_jax.kernels.dispatch import Backend, Dispatch
 from dspark_jax.kernels.expert_mlp.cases import random_weight
 from dspark_jax.kernels.quantized import ColumnWeight
@@ -93,7 +93,8 @@ def run(
         )
         assert out.taps is not None
         kept, behind = kept_tokens(batch, accepted)
-        rows = context_rows(draft, cfg, out.taps, batch.positions, dispatch=dispatch)
+        own = context_params(draft)  # what a step is given
+        rows = context_rows(own, cfg, out.taps, batch.positions, dispatch=dispatch)
         placed = {"slots": batch.token_slots, "positions": batch.positions}
         ring = write_context(ring, rows, **placed, kept=kept, behind=behind)
         cache = commit(out.cache, out.rows, batch, accepted)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.decode.packing import PackedPlan, PackedRows
+from dspark_jax.decode.step import ModelParams
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.serving.executor import Executor
 from tests.checkpoint.tiny import tiny_config
@@ -30,14 +31,15 @@ class Programs:
         self.draft = {rows: self._program("draft", rows) for rows in row_buckets}
 
     def _program(self, half: str, size: int) -> Any:
-        def run(params: Any, state: Any, packed: PackedPlan | PackedRows) -> tuple[Any, Any]:
+        def run(params: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
+            packed: PackedPlan | PackedRows = rest[-1]
             rows = packed.rows if isinstance(packed, PackedPlan) else packed
             assert 0 < np.count_nonzero(np.asarray(rows.ints)[:, 0] >= 0) <= size
             self.ran.append((half, size))
-            state = state.replace(positions=state.positions + 1)
             ints = jnp.zeros((len(rows.ints), self.draft_len + 4), jnp.int32)
             if half == "draft":
-                return state, ints
+                return state.replace(lens=state.lens + 1), ints  # of proposals
+            state = state.replace(positions=state.positions + 1)
             return state, type("Outputs", (), {"ints": ints, "logprobs": (), "prompt_logprobs": ()})
 
         return run
@@ -53,10 +55,11 @@ class Programs:
 def test_every_program_runs_once_at_start(row_buckets: tuple[int, ...]) -> None:
     buckets = (1, 4, 32)
     programs: Any = Programs(buckets, row_buckets)
+    nothing: Any = None
     cfg = CFG if row_buckets else dataclasses.replace(CFG, draft=None)
     executor = Executor(
         cfg,
-        None,  # pyright: ignore[reportArgumentType]
+        ModelParams(target=nothing, draft=None),
         num_slots=4,
         geometry=PageGeometry(256, 4, 1),
         max_model_len=64,

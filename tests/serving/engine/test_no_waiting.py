@@ -10,8 +10,8 @@ import numpy as np
 from dspark_jax.budget import BudgetPolicy, CostCurves, CostTable
 from dspark_jax.decode.packing import PackedPlan, PackedRows, unpack_rows
 from dspark_jax.decode.plan import RowFinish
-from dspark_jax.decode.state import DecodeState
-from dspark_jax.decode.step import DeviceOutputs
+from dspark_jax.decode.state import DecodeState, Proposals
+from dspark_jax.decode.step import DeviceOutputs, ModelParams
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.serving.executor import Executor
 from dspark_jax.serving.policy import AdaptiveVerification
@@ -107,9 +107,11 @@ class Programs:
         self.num_steps += 1
         return state, outputs
 
-    def _draft(self, params: Any, state: DecodeState, rows: PackedRows) -> tuple[DecodeState, Any]:
+    def _draft(
+        self, params: Any, proposals: Proposals, known: DecodeState, rows: PackedRows
+    ) -> tuple[Proposals, Any]:
         confidences = np.full((len(rows.ints), DRAFT_LEN), 0.8, np.float32)
-        return state, Result(self, self.num_steps - 1, confidences)
+        return proposals, Result(self, self.num_steps - 1, confidences)
 
 
 async def test_no_step_waits_for_the_one_before_it() -> None:
@@ -123,9 +125,10 @@ async def test_no_step_waits_for_the_one_before_it() -> None:
         skipper=None,
     )
     programs: Any = Programs()
+    nothing: Any = None
     executor = Executor(
         CFG,
-        None,
+        ModelParams(target=nothing, draft=None),
         num_slots=NUM_SLOTS,
         geometry=PageGeometry(256, NUM_SLOTS, 1),
         max_model_len=64,
