@@ -134,7 +134,9 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the rows of the next step, reserving the pages they may write. Empty if nothing can run."""
         decoding, was_preempted = self._reserve_decodes()
-        prompts = [s for s in self._running if not s.is_decoding]
+        prompts: list[Sequence] = []
+        if len(decoding) < len(self._running):
+            prompts = [s for s in self._running if not s.is_decoding]
         has_prompts = bool(prompts or (self._waiting and self._free_slots))
         schedule = self._place_decodes(decoding, has_prompts)
         # Not after a pre-emption, which would hand the pages just freed to the one that lost them.
@@ -148,22 +150,22 @@ class Scheduler:
     def _reserve_decodes(self) -> tuple[list[tuple[Sequence, int]], bool]:
         """Decoding sequences with the drafts each can offer, and whether one was pre-empted for pages."""
         decoding: list[tuple[Sequence, int]] = []
-        num_running = len(self._running)
+        num_running, page_size = len(self._running), self.pages.page_size
         for sequence in self._running:  # a pre-emption only cuts off its end
             if not sequence.is_decoding or sequence.is_surely_ending:
                 continue
-            cap = 0
+            cap, limit = 0, sequence.limit
             if sequence.proposal_serial != NO_PROPOSAL:
-                cap = min(self._draft_cap, sequence.limit - sequence.min_len - 1)
-            num_tokens = min(sequence.max_len + cap, sequence.limit - 1)
-            if self._grow(sequence, self.pages.pages_for(num_tokens) - len(sequence.pages)):
+                cap = min(self._draft_cap, limit - sequence.min_len - 1)
+            num_tokens = min(sequence.max_len + cap, limit - 1)
+            # Nearly always the pages it has are enough.
+            num_missing = num_tokens - page_size * len(sequence.pages)
+            if num_missing <= 0 or self._grow(sequence, self.pages.pages_for(num_missing)):
                 decoding.append((sequence, cap))
         return decoding, len(self._running) < num_running
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Give the sequence `count` more pages, pre-empting younger ones for them; False if it fell itself."""
-        if count <= 0:
-            return True
         while self.pages.num_free < count:
             if self._preempt_youngest() is sequence:
                 return False
@@ -195,7 +197,7 @@ class Scheduler:
         room = self._max_tokens - num_rows
         if has_prompts:
             room -= min(room, self._max_tokens // _PROMPT_SHARE)
-        num_drafts = sum(cap for _, cap in decoding)
+        num_drafts = sum([cap for _, cap in decoding]) if self._draft_cap else 0
         if num_drafts > room:
             level = room // num_rows
             decoding = [(sequence, min(cap, level)) for sequence, cap in decoding]

@@ -48,14 +48,15 @@ class StepInFlight:
 
 def mark_dispatched(schedule: Schedule, size: StepSize, number: int) -> None:
     """Tell the sequences that their rows are in flight."""
+    budget, serial = size.budget, number if size.drafts else NO_PROPOSAL
     for scheduled in schedule.rows:
         sequence, row = scheduled.sequence, scheduled.row
         if row.prompt_ids is not None:
             sequence.num_fed = row.start + scheduled.num_tokens
         if row.samples:
             scheduled.min_growth = 1
-            scheduled.max_growth = 1 + min(row.draft_cap, size.budget)
-            sequence.proposal_serial = number if size.drafts else NO_PROPOSAL
+            scheduled.max_growth = 1 + min(row.draft_cap, budget) if budget else 1
+            sequence.proposal_serial = serial
         sequence.on_dispatch(scheduled.min_growth, scheduled.max_growth)
 
 
@@ -76,17 +77,16 @@ def land(step: StepInFlight, outputs: StepOutputs) -> Landing:
 
     A sequence that has ended or was aborted since the step was planned gets nothing more.
     """
-    tokens, num_tokens = outputs.tokens.tolist(), outputs.num_tokens.tolist()
-    finish, verify_lens = outputs.finish.tolist(), outputs.verify_lens.tolist()
+    rows = step.schedule.rows
+    verified, counts = _count_drafts(step, outputs)
     chunks: list[tuple[Sequence, TokenChunk]] = []
-    verified: list[int] = []
-    caps: list[int] = []
-    accepts: list[int] = []
-    num_non_finite = 0
+    num_non_finite, running = 0, int(RowFinish.RUNNING)
     prompt_row = 0  # first of the row's prompt log-probabilities
-    for index, scheduled in enumerate(step.schedule.rows):
+    columns = (outputs.tokens, outputs.num_tokens, outputs.finish)
+    whole = zip(rows, *(column.tolist() for column in columns))
+    for index, (scheduled, tokens, num_tokens, finish) in enumerate(whole):
         sequence, row = scheduled.sequence, scheduled.row
-        token_ids = tokens[index][: num_tokens[index]]
+        token_ids = tokens[:num_tokens]
         if row.wants_prompt_logprobs:
             assert outputs.prompt_logprobs is not None
             _score_prompt(scheduled, outputs.prompt_logprobs, prompt_row)
@@ -95,38 +95,45 @@ def land(step: StepInFlight, outputs: StepOutputs) -> Landing:
             continue
         is_first = not sequence.output
         sequence.on_landing(scheduled.min_growth, scheduled.max_growth, token_ids)
-        cap = row.draft_cap
-        if cap:
-            admitted = verify_lens[index]
-            # The last token is the target's own; where a stop id cut the row short it may have been a draft.
-            accepted = min(max(len(token_ids) - 1, 0), admitted)
-            verified.append(index)
-            caps.append(cap)
-            accepts.append(accepted)
-            stats = sequence.stats
-            stats.num_drafts += 1
-            stats.num_draft_tokens += cap
-            stats.num_admitted_tokens += admitted
-            stats.num_accepted_tokens += accepted
-        if finish[index] == RowFinish.RUNNING and not is_first and not row.wants_logprobs:
+        if finish == running and not is_first and not row.wants_logprobs:
             # Nearly every row of nearly every step.
             if token_ids:
                 chunks.append((sequence, TokenChunk(tuple(token_ids))))
             continue
-        reason = _REASONS[finish[index]]
-        num_non_finite += finish[index] == RowFinish.NON_FINITE
+        reason = _REASONS[finish]
+        num_non_finite += finish == RowFinish.NON_FINITE
         if token_ids or reason is not None:
             logprobs = _output_logprobs(sequence, outputs, index, token_ids)
             is_first = is_first and bool(token_ids)
             chunks.append((sequence, _chunk(sequence, token_ids, reason, logprobs, is_first)))
-    return Landing(
-        chunks,
-        np.array(verified, np.intp),
-        np.array(caps, np.int64),
-        outputs.verify_lens[verified].astype(np.int64),
-        np.array(accepts, np.int64),
-        num_non_finite=num_non_finite,
-    )
+    return Landing(chunks, verified, *counts, num_non_finite=num_non_finite)
+
+
+def _count_drafts(step: StepInFlight, outputs: StepOutputs) -> tuple[np.ndarray, np.ndarray]:
+    """Places int [N] of the rows that could verify a proposal; drafts scheduled, admitted, accepted, int64 [3, N].
+
+    They are added to the statistics of the requests too.
+    """
+    if not step.schedule.num_draft_tokens:
+        return np.zeros(0, np.intp), np.zeros((3, 0), np.int64)
+    rows = step.schedule.rows
+    verified = [
+        index
+        for index, scheduled in enumerate(rows)
+        if scheduled.row.draft_cap and scheduled.sequence.status is not Status.FINISHED
+    ]
+    counts = np.zeros((3, len(verified)), np.int64)
+    counts[0] = [rows[index].row.draft_cap for index in verified]
+    counts[1] = outputs.verify_lens[verified]
+    # The last token is the target's own; where a stop id cut the row short it may have been a draft.
+    np.clip(outputs.num_tokens[verified] - 1, 0, counts[1], out=counts[2])
+    for index, scheduled, admitted, accepted in zip(verified, *counts.tolist()):
+        stats = rows[index].sequence.stats
+        stats.num_drafts += 1
+        stats.num_draft_tokens += scheduled
+        stats.num_admitted_tokens += admitted
+        stats.num_accepted_tokens += accepted
+    return np.array(verified, np.intp), counts
 
 
 def _chunk(
