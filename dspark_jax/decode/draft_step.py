@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,12 @@ import jax.numpy as jnp
 from dspark_jax.config import ModelConfig
 from dspark_jax.decode import synthetic
 from dspark_jax.decode.packing import PackedRows, unpack_rows
-from dspark_jax.decode.sampling import Stream, draw
+from dspark_jax.decode.sampling import Effort, Stream, draw, efforts, holds_stops, least_effort
 from dspark_jax.decode.shaping import only_the_best, shaped_logits
 from dspark_jax.decode.state import DecodeState, Proposals
 from dspark_jax.decode.step import ModelParams
 from dspark_jax.decode.verify import Method
-from dspark_jax.draft.propose import propose
+from dspark_jax.draft.propose import Choosers, propose
 from dspark_jax.kernels.dispatch import Dispatch
 
 
@@ -55,15 +56,18 @@ def draft_step(
     if options.method is Method.COUPLED:
         noise = (Stream.TARGET, None)
 
-    def choose(raw: jax.Array, positions: jax.Array, drafted: jax.Array):
+    def choose(effort: Effort, raw: jax.Array, positions: jax.Array, drafted: jax.Array):
         # Any distribution is exact if it is the one drawn from; one of NaN is none.
         usable = jnp.all(jnp.isfinite(raw), axis=-1, keepdims=True)
         raw = jnp.where(usable, raw, 0.0)
-        shaped = shaped_logits(raw, rows.sampling, positions, slot, state.counts, drafted)
+        shaped = shaped_logits(raw, rows.sampling, positions, slot, state.counts, drafted, effort)
         if options.greedy_drafts:
             shaped = only_the_best(shaped)
-        return draw(shaped, rows.sampling, positions, *noise), shaped
+        return draw(shaped, rows.sampling, positions, *noise, effort=effort), shaped
 
+    # Later positions hold no more stop ids back than the first.
+    effort = least_effort(rows.sampling, holds_stops(rows.sampling, anchor_positions + 1))
+    ways = [partial(choose, level) for level in efforts(options.dispatch)]
     proposal = propose(
         params.draft,
         params.target,
@@ -73,7 +77,7 @@ def draft_step(
         positions=anchor_positions,
         slots=slot,
         is_row=active,
-        choose=choose,
+        choose=Choosers(effort, tuple(ways)),
         dispatch=options.dispatch,
     )
     confidences = proposal.confidences

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dspark_jax.kernels.dispatch import Backend, Dispatch
+
 NEVER = -1e30  # a masked logit: finite, so that a fully masked row stays defined
 
 
@@ -27,6 +29,18 @@ class Stream(enum.IntEnum):
     ACCEPT = 2
     SYNTHETIC_REQUEST = 3
     SYNTHETIC_ROUND = 4
+
+
+class Effort(enum.IntEnum):
+    """What rows ask for together between logits and tokens, in ascending cost. All that suffice agree bit for bit.
+
+    A GPU's host reads the predicate of every branch back and waits for it, so programs for one branch on this once
+    instead of on each part. `FULL` still branches on its parts, and serves all rows.
+    """
+
+    GREEDY = 0
+    PLAIN = 1  # temperature
+    FULL = 2  # penalties, filters, stop ids held back, or log-probabilities
 
 
 class SamplingRows(struct.PyTreeNode):
@@ -61,6 +75,31 @@ class SamplingRows(struct.PyTreeNode):
             | (self.repetition_penalty != 1)
         )
 
+    @property
+    def is_filtered(self) -> jax.Array:
+        """[C] bool."""
+        return ~self.is_greedy & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
+
+def efforts(dispatch: Dispatch) -> tuple[Effort, ...]:
+    """Levels that a program tells apart: on a CPU, where branches cost nothing and compiling does, only `FULL`."""
+    return tuple(Effort) if dispatch.backend is Backend.PALLAS else (Effort.FULL,)
+
+
+def least_effort(rows: SamplingRows, also_full: jax.Array) -> jax.Array:
+    """The `Effort` that suffices for all rows, int32 scalar; `also_full` bool asks for `FULL` besides.
+
+    It does not look at positions: rows that hold a stop id back are the caller's to name (`holds_stops`).
+    """
+    full = jnp.any(rows.has_penalty | rows.is_filtered) | jnp.any(also_full)
+    plain = jnp.where(jnp.all(rows.is_greedy), Effort.GREEDY, Effort.PLAIN)
+    return jnp.where(full, Effort.FULL, plain).astype(jnp.int32)
+
+
+def holds_stops(rows: SamplingRows, positions: jax.Array) -> jax.Array:
+    """Rows whose next token, at `positions` [C], must not end the text yet: bool [C]."""
+    return positions < rows.min_len  # a token at position p makes the total length p + 1
+
 
 def penalize(
     logits: jax.Array, rows: SamplingRows, output_counts: jax.Array, in_prompt: jax.Array
@@ -80,7 +119,7 @@ def penalize(
 
 def forbid_stops(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
     """Mask the stop ids of rows whose next token, at `positions` [C], would end the text before `min_len`."""
-    early = positions < rows.min_len  # a token at position p makes the total length p + 1
+    early = holds_stops(rows, positions)
 
     def mask(logits: jax.Array) -> jax.Array:
         ids = jnp.where(early[:, None] & (rows.stop_ids >= 0), rows.stop_ids, logits.shape[1])
@@ -90,19 +129,22 @@ def forbid_stops(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
     return jax.lax.cond(jnp.any(early), mask, lambda x: x, logits)
 
 
+def scale_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Logits [C, V] divided by the temperature; greedy rows pass unchanged."""
+    return logits / jnp.where(rows.is_greedy, 1.0, rows.temperature)[:, None]
+
+
 def shape_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """Temperature, then min-p, top-k and top-p: float32 [C, V] whose softmax is the sampling distribution.
 
     Greedy rows pass unchanged. Filters keep every token tied with the last one that fits.
     """
-    scaled = logits / jnp.where(rows.is_greedy, 1.0, rows.temperature)[:, None]
-    filtered = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-    filtered &= ~rows.is_greedy
+    filtered = rows.is_filtered
     return jax.lax.cond(
         jnp.any(filtered),
         lambda x: jnp.where(filtered[:, None], _filter(x, rows), x),
         lambda x: x,
-        scaled,
+        scale_logits(logits, rows),
     )
 
 
@@ -148,10 +190,13 @@ def draw(
     positions: jax.Array,
     stream: Stream,
     anchors: jax.Array | None = None,
+    *,
+    effort: Effort = Effort.FULL,
 ) -> jax.Array:
     """One token per row, int32 [C]: arg-max of shaped logits [C, V], plus Gumbel noise where temperature > 0.
 
     Ties go to the lowest id. The noise of a row depends on its seed, position, stream and, if given, anchor alone.
+    `effort` is `least_effort` of the rows or more.
     """
 
     def noisy(shaped: jax.Array) -> jax.Array:
@@ -159,7 +204,12 @@ def draw(
         noise = jax.vmap(lambda key: jax.random.gumbel(key, shaped.shape[1:]))(keys)
         return shaped + jnp.where(rows.is_greedy[:, None], 0.0, noise)
 
-    scores = jax.lax.cond(jnp.all(rows.is_greedy), lambda x: x, noisy, shaped)
+    if effort is Effort.GREEDY:
+        scores = shaped
+    elif effort is Effort.PLAIN:
+        scores = noisy(shaped)
+    else:
+        scores = jax.lax.cond(jnp.all(rows.is_greedy), lambda x: x, noisy, shaped)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.decode.sampling import NEVER, SamplingRows, forbid_stops, penalize, shape_logits
+from dspark_jax.decode.sampling import (
+    NEVER,
+    Effort,
+    SamplingRows,
+    forbid_stops,
+    penalize,
+    scale_logits,
+    shape_logits,
+)
 from dspark_jax.decode.state import TokenCounts
 
 
@@ -16,12 +24,17 @@ def shaped_logits(
     slots: jax.Array,
     counts: TokenCounts,
     drafted: jax.Array | None,
+    effort: Effort = Effort.FULL,
 ) -> jax.Array:
     """Sampling distribution of raw logits [C, V] for the token at `positions` [C], as shaped logits.
 
     `drafted` int32 [C, G] are drafted tokens before the position (-1: none): penalties count them as output. Both
-    sides of a verification go through here, so p and q are shaped alike.
+    sides of a verification go through here, so p and q are shaped alike. `effort` is what the rows need, or more.
     """
+    if effort is Effort.GREEDY:
+        return raw
+    if effort is Effort.PLAIN:
+        return scale_logits(raw, sampling)
 
     def with_penalties(raw: jax.Array) -> jax.Array:
         output = counts.output[slots]

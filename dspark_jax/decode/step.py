@@ -20,7 +20,7 @@ from dspark_jax.decode import synthetic
 from dspark_jax.decode.allocate import allocate
 from dspark_jax.decode.packing import PackedPlan, Rows, unpack_rows
 from dspark_jax.decode.plan import RowFinish
-from dspark_jax.decode.sampling import Stream, draw
+from dspark_jax.decode.sampling import Effort, Stream, draw, efforts, holds_stops, least_effort
 from dspark_jax.decode.shaping import shaped_logits
 from dspark_jax.decode.state import DecodeState, TokenCounts
 from dspark_jax.decode.verify import (
@@ -83,6 +83,14 @@ class _Picked(NamedTuple):
     base: jax.Array  # [R] first verification row of each request
 
 
+class _Best(NamedTuple):
+    """What log-probabilities of raw logits [C, V] are made of."""
+
+    norm: jax.Array  # [C] float32, log-sum-exp
+    ids: jax.Array  # [C, 20] int32, most likely first
+    top: jax.Array  # [C, 20] float32, their log-probabilities
+
+
 def verify_step(
     params: ModelParams,
     state: DecodeState,
@@ -116,7 +124,7 @@ def verify_step(
     newest = jnp.where(rows.is_decode, state.positions[slots], rows.start + rows.num_prompt - 1)
     where = LogitRows(picked.base, verify_lens, newest)
     with jax.named_scope("verify"):
-        verdict = _verify(state, rows, slots, batch, picked, where, raw, options)
+        verdict, best = _judge(state, rows, slots, batch, picked, where, raw, options)
         tokens, num_tokens, finish = _end(verdict, rows, samples, where, picked, raw)
     with jax.named_scope("commit"):
         accepted = jnp.where(rows.is_decode, num_tokens, rows.num_prompt)
@@ -127,7 +135,8 @@ def verify_step(
         state = _extend_context(
             params.draft, state, out, batch, rows, accepted, cfg, options.dispatch
         )
-    return state, _outputs(rows, slots, batch, picked, raw, tokens, num_tokens, finish, verify_lens)
+    summary = jnp.stack([num_tokens, finish, verify_lens], axis=1)
+    return state, _outputs(rows, slots, batch, picked, raw, best, tokens, summary)
 
 
 def _admit(
@@ -190,7 +199,7 @@ def _pick(
     )
 
 
-def _verify(
+def _judge(
     state: DecodeState,
     rows: Rows,
     slots: jax.Array,
@@ -199,10 +208,40 @@ def _verify(
     where: LogitRows,
     raw: jax.Array,
     options: StepOptions,
-) -> Verdict:
-    """Judge the admitted drafts of every row and draw the token that follows the accepted ones."""
+) -> tuple[Verdict, _Best]:
+    """Verdict on the admitted drafts and the best of the raw logits, with no more effort than the rows need."""
     owner = jnp.minimum(picked.row_of, slots.shape[0] - 1)
     place = batch.positions[jnp.minimum(picked.token, batch.positions.shape[0] - 1)] + 1
+    wanted = jnp.any(rows.wants_logprobs | rows.wants_prompt_logprobs)
+    early = holds_stops(rows.sampling.take(owner), place)
+
+    def judge(effort: Effort) -> tuple[Verdict, _Best]:
+        verdict = _verify(state, rows, slots, owner, place, picked, where, raw, options, effort)
+        if effort is not Effort.FULL:
+            return verdict, _no_best(raw)
+        return verdict, jax.lax.cond(wanted, _best, _no_best, raw)
+
+    effort = least_effort(rows.sampling, wanted | early)
+    ways = [partial(judge, level) for level in efforts(options.dispatch)]
+    return jax.lax.switch(effort, ways)
+
+
+def _verify(
+    state: DecodeState,
+    rows: Rows,
+    slots: jax.Array,
+    owner: jax.Array,
+    place: jax.Array,
+    picked: _Picked,
+    where: LogitRows,
+    raw: jax.Array,
+    options: StepOptions,
+    effort: Effort,
+) -> Verdict:
+    """Judge the admitted drafts of every row and draw the token that follows the accepted ones.
+
+    `owner` int32 [C] is the request of each logit row, `place` the position of the token that it predicts.
+    """
     proposals = state.proposals
     drafted = None
     if proposals is not None:
@@ -211,7 +250,7 @@ def _verify(
         ahead = column < jnp.minimum(within, where.verify_lens[owner])[:, None]
         drafted = jnp.where(ahead, proposals.tokens[slots[owner]], -1)
     shaped = shaped_logits(
-        raw, rows.sampling.take(owner), place, slots[owner], state.counts, drafted
+        raw, rows.sampling.take(owner), place, slots[owner], state.counts, drafted, effort
     )
     if proposals is None:
         last = draw(
@@ -219,11 +258,12 @@ def _verify(
             rows.sampling,
             where.positions + 1,
             Stream.TARGET,
+            effort=effort,
         )
         return Verdict(last[:, None], jnp.zeros_like(last))
     tokens = proposals.tokens[slots]
     if options.method is Method.COUPLED:
-        return verify_coupled(shaped, tokens, where, rows.sampling, picked.row_of)
+        return verify_coupled(shaped, tokens, where, rows.sampling, picked.row_of, effort=effort)
     judge = None
     if options.method is Method.SYNTHETIC:
         assert state.synthetic is not None
@@ -236,6 +276,7 @@ def _verify(
         where,
         rows.sampling,
         judge,
+        effort=effort,
     )
 
 
@@ -270,25 +311,24 @@ def _end(
 
 
 def _count_prompt(counts: TokenCounts, batch: TokenBatch, rows: Rows) -> TokenCounts:
-    """Count the prompt tokens of rows with penalties; a row that starts at 0 first forgets its slot's past."""
+    """Count the prompt tokens of rows with penalties; a row that starts at 0 first forgets its slot's past.
+
+    Without a branch, although most steps have nothing to count: XLA:GPU copies all counts in and out of one.
+    """
     penalized = rows.sampling.has_penalty & rows.is_used & ~rows.is_decode
-
-    def count(counts: TokenCounts) -> TokenCounts:
-        slots = counts.output.shape[0]
-        fresh = jnp.where(penalized & (rows.start == 0), rows.slot, slots)
-        output = counts.output.at[fresh].set(0, mode="drop")
-        prompt = counts.prompt.at[fresh].set(False, mode="drop")
-        row = jnp.maximum(batch.seq_ids, 0)
-        counted = batch.is_token & penalized[row]
-        was_output = batch.positions >= rows.prompt_len[row]
-        into_output = jnp.where(counted & was_output, batch.token_slots, slots)
-        into_prompt = jnp.where(counted & ~was_output, batch.token_slots, slots)
-        return TokenCounts(
-            output=output.at[into_output, batch.token_ids].add(1, mode="drop"),
-            prompt=prompt.at[into_prompt, batch.token_ids].set(True, mode="drop"),
-        )
-
-    return jax.lax.cond(jnp.any(penalized), count, lambda x: x, counts)
+    slots = counts.output.shape[0]
+    fresh = jnp.where(penalized & (rows.start == 0), rows.slot, slots)
+    output = counts.output.at[fresh].set(0, mode="drop")
+    prompt = counts.prompt.at[fresh].set(False, mode="drop")
+    row = jnp.maximum(batch.seq_ids, 0)
+    counted = batch.is_token & penalized[row]
+    was_output = batch.positions >= rows.prompt_len[row]
+    into_output = jnp.where(counted & was_output, batch.token_slots, slots)
+    into_prompt = jnp.where(counted & ~was_output, batch.token_slots, slots)
+    return TokenCounts(
+        output=output.at[into_output, batch.token_ids].add(1, mode="drop"),
+        prompt=prompt.at[into_prompt, batch.token_ids].set(True, mode="drop"),
+    )
 
 
 def _commit(
@@ -328,15 +368,9 @@ def _count_output(
 ) -> TokenCounts:
     """Count the committed tokens of rows with penalties."""
     penalized = rows.sampling.has_penalty & rows.is_used
-
-    def count(output: jax.Array) -> jax.Array:
-        kept = penalized[:, None] & (jnp.arange(tokens.shape[1]) < num_tokens[:, None])
-        slot = jnp.where(kept, rows.slot[:, None], output.shape[0])
-        return output.at[slot, tokens].add(1, mode="drop")
-
-    return counts.replace(
-        output=jax.lax.cond(jnp.any(penalized), count, lambda x: x, counts.output)
-    )
+    kept = penalized[:, None] & (jnp.arange(tokens.shape[1]) < num_tokens[:, None])
+    slot = jnp.where(kept, rows.slot[:, None], counts.output.shape[0])
+    return counts.replace(output=counts.output.at[slot, tokens].add(1, mode="drop"))
 
 
 def _extend_context(
@@ -374,13 +408,11 @@ def _outputs(
     batch: TokenBatch,
     picked: _Picked,
     raw: jax.Array,
+    best: _Best,
     tokens: jax.Array,
-    num_tokens: jax.Array,
-    finish: jax.Array,
-    verify_lens: jax.Array,
+    summary: jax.Array,
 ) -> DeviceOutputs:
-    """Pack what the host reads."""
-    summary = jnp.stack([num_tokens, finish, verify_lens], axis=1)
+    """Pack what the host reads; `summary` [R, 3] holds the columns behind the tokens."""
     drawn_row = picked.base[:, None] + jnp.arange(tokens.shape[1])
     drawn_row = jnp.minimum(drawn_row, raw.shape[0] - 1).reshape(-1)
     # The token that follows a prompt token is the next one fed; behind the last one nothing follows yet.
@@ -389,12 +421,10 @@ def _outputs(
     owner = jnp.minimum(picked.row_of, slots.shape[0] - 1)
     is_prompt = (picked.row_of < slots.shape[0]) & rows.wants_prompt_logprobs[owner]
     prompt_row = jnp.nonzero(is_prompt, size=raw.shape[0], fill_value=0)[0]
-    wanted = jnp.any(rows.wants_logprobs | rows.wants_prompt_logprobs)
-    norm, top_ids, top = _best_logprobs(raw, wanted)
 
     def describe(row: jax.Array, chosen: jax.Array) -> DeviceLogprobs:
         return DeviceLogprobs(
-            chosen=raw[row, chosen] - norm[row], top_ids=top_ids[row], top=top[row]
+            chosen=raw[row, chosen] - best.norm[row], top_ids=best.ids[row], top=best.top[row]
         )
 
     return DeviceOutputs(
@@ -404,21 +434,18 @@ def _outputs(
     )
 
 
-def _best_logprobs(raw: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-sum-exp [C] of raw logits [C, V], their best ids [C, 20] and log-probabilities; zeros if unwanted."""
-    count, width = raw.shape[0], min(MAX_LOGPROBS, raw.shape[1])
+def _best(raw: jax.Array) -> _Best:
+    """The most likely tokens of raw logits [C, V]."""
+    norm = jax.nn.logsumexp(raw, axis=-1)
+    top, ids = jax.lax.top_k(raw, min(MAX_LOGPROBS, raw.shape[1]))
+    return _Best(norm, ids.astype(jnp.int32), top - norm[:, None])
 
-    def compute(raw: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        norm = jax.nn.logsumexp(raw, axis=-1)
-        top, top_ids = jax.lax.top_k(raw, width)
-        return norm, top_ids.astype(jnp.int32), top - norm[:, None]
 
-    def skip(raw: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        shape = (count, width)
-        return (
-            jnp.zeros(count, jnp.float32),
-            jnp.zeros(shape, jnp.int32),
-            jnp.zeros(shape, jnp.float32),
-        )
-
-    return jax.lax.cond(wanted, compute, skip, raw)
+def _no_best(raw: jax.Array) -> _Best:
+    """Zeros in place of `_best`, where nobody wants it."""
+    shape = (raw.shape[0], min(MAX_LOGPROBS, raw.shape[1]))
+    return _Best(
+        jnp.zeros(shape[0], jnp.float32),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, jnp.float32),
+    )

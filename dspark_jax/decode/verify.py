@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.decode.sampling import NEVER, SamplingRows, Stream, draw, uniform
+from dspark_jax.decode.sampling import NEVER, Effort, SamplingRows, Stream, draw, uniform
 
 RESIDUAL_FLOOR = (
     1e-8  # below this mass the residual is rounding noise and the target itself is drawn from
@@ -58,6 +58,8 @@ def verify_standard(
     where: LogitRows,
     rows: SamplingRows,
     judge: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    *,
+    effort: Effort = Effort.FULL,
 ) -> Verdict:
     """Rejection sampling (Leviathan et al. 2023; greedy is its limit at temperature 0).
 
@@ -66,6 +68,7 @@ def verify_standard(
       draft_logprobs: float32 [R, G], log q(x). draft_shaped: int32 [R] -> float32 [R, V], the shaped draft logits
         of one drafted position per request (only the first rejected one is ever looked at).
       judge: coins float32 [R, G] and which drafts pass bool [R, G] -> which drafts pass instead.
+      effort: `least_effort` of the rows or more.
     """
     # [R, G] row that judges each draft
     row = jnp.minimum(where.base[:, None] + jnp.arange(draft_tokens.shape[1]), target.shape[0] - 1)
@@ -94,9 +97,13 @@ def verify_standard(
         usable = rejected & ~rows.is_greedy & (jnp.sum(residual, axis=-1) > RESIDUAL_FLOOR)
         return jnp.where(usable[:, None], jnp.log(residual), final)
 
-    needs = jnp.any(rejected & ~rows.is_greedy)
-    final = jax.lax.cond(needs, with_residual, lambda x: x, final)
-    last = draw(final, rows, where.positions + accept_lens + 1, Stream.TARGET)
+    if effort is Effort.PLAIN:
+        final = with_residual(final)
+    elif effort is Effort.FULL:
+        needs = jnp.any(rejected & ~rows.is_greedy)
+        final = jax.lax.cond(needs, with_residual, lambda x: x, final)
+    place = where.positions + accept_lens + 1
+    last = draw(final, rows, place, Stream.TARGET, effort=effort)
     return Verdict(_append(draft_tokens, last, accept_lens), accept_lens)
 
 
@@ -106,16 +113,19 @@ def verify_coupled(
     where: LogitRows,
     rows: SamplingRows,
     row_of: jax.Array,
+    *,
+    effort: Effort = Effort.FULL,
 ) -> Verdict:
     """The target draws every row with its own noise; a draft is accepted where it is that very token.
 
     Args:
       target: float32 [C, V] shaped. row_of: int32 [C], request of each logit row (R or more where unused).
+      effort: `least_effort` of the rows or more.
     """
     count = target.shape[0]
     owner = jnp.minimum(row_of, where.base.shape[0] - 1)
     place = where.positions[owner] + 1 + jnp.arange(count) - where.base[owner]
-    drawn = draw(target, rows.take(owner), jnp.maximum(place, 0), Stream.TARGET)
+    drawn = draw(target, rows.take(owner), jnp.maximum(place, 0), Stream.TARGET, effort=effort)
     width = draft_tokens.shape[1]
     row = jnp.minimum(where.base[:, None] + jnp.arange(width + 1), count - 1)
     own = drawn[row]  # [R, G + 1]

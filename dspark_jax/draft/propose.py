@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,17 @@ from dspark_jax.model.transformer import logits
 # (corrected logits [R, V], position of the token [R], tokens drafted so far [R, G] with -1 ahead)
 # -> token int32 [R], the shaped logits float32 [R, V] that it was drawn from
 Chooser = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class Choosers(NamedTuple):
+    """Several choosers; number `which`, an int32 scalar, draws the whole proposal.
+
+    Branching around the draws costs one wait for the predicate, branching within them one for each draw.
+    """
+
+    which: jax.Array
+    each: tuple[Chooser, ...]
+
 
 # (state, token before [R], draft position k) -> state, transition logits float32 [R, V]
 Transition = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
@@ -44,7 +56,7 @@ def propose(
     positions: jax.Array,
     slots: jax.Array,
     is_row: jax.Array,
-    choose: Chooser,
+    choose: Chooser | Choosers,
     dispatch: Dispatch,
 ) -> Proposal:
     """Draft from `anchors` int32 [R] at `positions` [R] with the context ring of `slots` [R].
@@ -88,7 +100,7 @@ def draw_in_sequence(
     *,
     anchors: jax.Array,
     positions: jax.Array,
-    choose: Chooser,
+    choose: Chooser | Choosers,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw G tokens left to right from `base` float32 [R, G, V] corrected by the token before each.
 
@@ -98,16 +110,24 @@ def draw_in_sequence(
       tokens int32 [R, G], and the shaped logits float32 [R, G, V] that they were drawn from.
     """
     drafts = base.shape[1]
-
-    def draw_one(carry, k):
-        state, previous, drafted = carry
-        state, bias = transition(state, previous, k)
-        token, shaped = choose(base[:, k] + bias, positions + 1 + k, drafted)
-        return (state, token, drafted.at[:, k].set(token)), shaped
-
     nothing = jnp.full((anchors.shape[0], drafts), -1, jnp.int32)
-    start = (state, anchors, nothing)
-    (_, _, tokens), shaped = jax.lax.scan(draw_one, start, jnp.arange(drafts))
+
+    def draw_all(choose: Chooser) -> tuple[jax.Array, jax.Array]:
+        def draw_one(carry, k):
+            state, previous, drafted = carry
+            state, bias = transition(state, previous, k)
+            token, shaped = choose(base[:, k] + bias, positions + 1 + k, drafted)
+            return (state, token, drafted.at[:, k].set(token)), shaped
+
+        start = (state, anchors, nothing)
+        (_, _, tokens), shaped = jax.lax.scan(draw_one, start, jnp.arange(drafts))
+        return tokens, shaped
+
+    if isinstance(choose, Choosers):
+        ways = [partial(draw_all, chooser) for chooser in choose.each]
+        tokens, shaped = jax.lax.switch(choose.which, ways)
+    else:
+        tokens, shaped = draw_all(choose)
     return tokens, jnp.moveaxis(shaped, 0, 1)
 
 
