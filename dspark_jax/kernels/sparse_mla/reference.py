@@ -1,9 +1,30 @@
-"""Definition of `sparse_mla`: gather every listed row, one float32 softmax."""
+"""Definition of `sparse_mla`: every token gathers its listed rows, one float32 softmax."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+# Tokens whose gathered rows a CPU works on together: more would not stay in its cache.
+_BLOCK = 32
+# Short texts have few entries; lists of a longer model are then cut to this many before they are gathered.
+_FEW_ENTRIES = 32
+
+
+class _Token(NamedTuple):
+    """What one token brings; all tokens' in front while they are together."""
+
+    q: jax.Array  # [H, D]
+    slot: jax.Array
+    position: jax.Array
+    start: jax.Array
+    row_head: jax.Array
+    is_token: jax.Array
+    entry_places: jax.Array  # [K]
+    entry_count: jax.Array
+    unrotate: tuple[jax.Array, jax.Array] | None  # [R/2] each
 
 
 def sparse_mla_reference(
@@ -25,33 +46,52 @@ def sparse_mla_reference(
     unrotate=None,
 ) -> jax.Array:
     """See `sparse_mla` for arguments and result."""
-    tokens, _, width = q.shape
+    count, _, width = q.shape
     length = window.shape[2]
-    span = positions[:, None] - length + 1 + jnp.arange(length)  # [T, W] absolute positions
-    from_ring = span < starts[:, None]
-    ring = window[layer, slots[:, None], span % length]
-    step = step_rows[jnp.clip(row_heads[:, None] + span - starts[:, None], 0, tokens - 1)]
-    keys = jnp.where(from_ring[..., None], ring, step.astype(ring.dtype))
-    valid = (span >= 0) & is_token[:, None]
-    if entries is not None:
+    pool = None
+    if entries is None:
+        entry_places, entry_counts = jnp.zeros((count, 0), jnp.int32), jnp.zeros(count, jnp.int32)
+    else:
         pool = entries.reshape(entries.shape[0], -1, width)
-        listed = pool[entry_layer, entry_places]
-        in_count = jnp.arange(entry_places.shape[1]) < entry_counts[:, None]
-        keys = jnp.concatenate([keys, listed], axis=1)
-        valid = jnp.concatenate([valid, in_count & is_token[:, None]], axis=1)
-    # A row that is not valid may hold anything, NaN too: it must not reach a product.
-    keys = jnp.where(valid[..., None], keys, 0).astype(jnp.float32)
-    # Keys first: a CPU multiplies [K, D] by [D, H] twice as fast as [H, D] by the transpose of many keys.
-    logits = jnp.einsum("tkd,thd->tkh", keys, q.astype(jnp.float32)) * width**-0.5
-    logits = jnp.where(valid[..., None], logits, -jnp.inf)
-    top = jnp.maximum(jnp.max(logits, axis=1), attn_sink)
-    weights = jnp.exp(logits - top[:, None])
-    total = jnp.sum(weights, axis=1) + jnp.exp(attn_sink - top)
-    out = jnp.einsum("tkh,tkd->thd", weights, keys) / total[..., None]
-    if unrotate is not None:
-        cos, sin = (angle[:, None] for angle in unrotate)  # [T, 1, R/2]
-        kept, tail = jnp.split(out, [width - 2 * cos.shape[-1]], axis=-1)
-        even, odd = tail[..., 0::2], tail[..., 1::2]
-        turned = jnp.stack([even * cos + odd * sin, odd * cos - even * sin], axis=-1)
-        out = jnp.concatenate([kept, turned.reshape(tail.shape)], axis=-1)
-    return out.astype(q.dtype)
+
+    def attend(token: _Token) -> jax.Array:
+        span = token.position - length + 1 + jnp.arange(length)  # [W] absolute positions
+        ring = window[layer, token.slot, span % length]
+        step = step_rows[jnp.clip(token.row_head + span - token.start, 0, count - 1)]
+        keys = jnp.where((span < token.start)[:, None], ring, step.astype(ring.dtype))
+        valid = (span >= 0) & token.is_token
+        if pool is not None:
+            keys = jnp.concatenate([keys, pool[entry_layer, token.entry_places]])
+            in_count = jnp.arange(token.entry_places.shape[0]) < token.entry_count
+            valid = jnp.concatenate([valid, in_count & token.is_token])
+        # A row that is not valid may hold anything, NaN too: it must not reach a product.
+        keys = jnp.where(valid[:, None], keys, 0).astype(jnp.float32)
+        # Keys first: a CPU multiplies [K, D] by [D, H] twice as fast as [H, D] by the transpose of many keys.
+        logits = jnp.einsum("kd,hd->kh", keys, token.q.astype(jnp.float32)) * width**-0.5
+        logits = jnp.where(valid[:, None], logits, -jnp.inf)
+        top = jnp.maximum(jnp.max(logits, axis=0), attn_sink)
+        weights = jnp.exp(logits - top)
+        total = jnp.sum(weights, axis=0) + jnp.exp(attn_sink - top)
+        out = jnp.einsum("kh,kd->hd", weights, keys) / total[:, None]
+        if token.unrotate is not None:
+            cos, sin = token.unrotate
+            kept, tail = jnp.split(out, [width - 2 * cos.shape[-1]], axis=-1)
+            even, odd = tail[:, 0::2], tail[:, 1::2]
+            turned = jnp.stack([even * cos + odd * sin, odd * cos - even * sin], axis=-1)
+            out = jnp.concatenate([kept, turned.reshape(tail.shape)], axis=-1)
+        return out.astype(q.dtype)
+
+    def attend_all(places: jax.Array) -> jax.Array:
+        bounds = (slots, positions, starts, row_heads, is_token)
+        tokens = _Token(q, *bounds, places, entry_counts, unrotate)
+        if count <= _BLOCK:
+            return jax.vmap(attend)(tokens)
+        return jax.lax.map(attend, tokens, batch_size=_BLOCK)
+
+    if entry_places.shape[1] <= 2 * _FEW_ENTRIES:
+        return attend_all(entry_places)
+    return jax.lax.cond(
+        jnp.max(entry_counts) <= _FEW_ENTRIES,
+        lambda: attend_all(entry_places[:, :_FEW_ENTRIES]),
+        lambda: attend_all(entry_places),
+    )
