@@ -56,7 +56,7 @@ class AcceptanceCorrection:
         num_verified = int(np.count_nonzero(admitted))
         if not num_verified:
             return
-        clean = np.clip(np.nan_to_num(confidences, nan=0.0), 0.0, 1.0)
+        clean = np.minimum(np.fmax(confidences, 0.0), 1.0)  # of NaN and 0, `fmax` takes 0
         survival = np.cumprod(clean, axis=1, dtype=np.float64)
         is_admitted = np.arange(confidences.shape[1]) < admitted[:, None]
         kept = 0.5 ** (num_verified / self.half_life)

@@ -25,7 +25,9 @@ class CalibrationError:
         position = np.arange(confidences.shape[1])
         # The position after the last accepted one was tried, too, if it was admitted.
         tried = (position <= accepted[:, None]) & (position < admitted[:, None])
-        confidence = np.clip(np.nan_to_num(confidences[tried], nan=0.0), 0.0, 1.0)
+        confidence = np.minimum(
+            np.fmax(confidences[tried], 0.0), 1.0
+        )  # of NaN and 0, `fmax` takes 0
         hit = np.broadcast_to(position < accepted[:, None], tried.shape)[tried]
         num_bins = self._sums.shape[1]
         bins = np.minimum((confidence * num_bins).astype(np.int64), num_bins - 1)

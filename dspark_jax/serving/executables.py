@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +33,17 @@ Program = Callable[..., Any]
 
 # What XLA is told besides its defaults, by platform. On a CPU a step's time goes into matrix products, which are
 # library calls, and into loops that run as fast at level 1 as at 3: a higher level only compiles for longer.
-_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
+# On a GPU everything is recorded, loops and branches too, which by default are not: a step is then a few launches,
+# and no branch makes the host wait for the device.
+_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": {"xla_backend_optimization_level": 1},
+    "gpu": {
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+        ),
+        "xla_gpu_graph_min_graph_size": 1,
+    },
+}
 
 # Prompt tokens whose log-probabilities one step can give, however few slots there are.
 _SCORED_CHUNK = 256
@@ -103,7 +112,8 @@ class Executables:
     ) -> None:
         """Load or compile what is missing for arrays like these, largest first, one thread per core.
 
-        A program takes what `verifying_params` or `drafting_params` leave of `params`.
+        A program takes the leaves of what `verifying_params` or `drafting_params` leave of `params`, as a list:
+        the host would walk a tree again for every call.
 
         Of `share` (i, n) only every n-th program, from the i-th.
         """
@@ -141,24 +151,32 @@ class Executables:
             budget=_abstract_array((), jnp.int32),
             page_table=_abstract_array((self._num_slots, self._max_pages), jnp.int32),
         )
-        step = partial(verify_step, cfg=self._cfg, options=options)
+        leaves, tree = jax.tree.flatten(params)
+
+        def step(leaves: list[jax.Array], state: DecodeState, plan: PackedPlan):
+            whole = jax.tree.unflatten(tree, leaves)
+            return verify_step(whole, state, plan, cfg=self._cfg, options=options)
+
         leaf: Any = 0
         logprobs = DeviceLogprobs(chosen=leaf, top_ids=leaf, top=leaf)
         results = (state, DeviceOutputs(ints=leaf, logprobs=logprobs, prompt_logprobs=logprobs))
-        return self._build(f"verify {options}", step, (params, state, plan), results)
+        return self._build(f"verify {options}\n{tree}", step, (leaves, state, plan), results)
 
     def _draft_program(self, params: Any, state: Any, bucket: int) -> Program:
         options = DraftOptions(
             method=self._method, greedy_drafts=self._greedy_drafts, dispatch=self._dispatch
         )
+        leaves, tree = jax.tree.flatten(params)
 
-        def step(params: ModelParams, proposals: Proposals, known: DecodeState, rows: PackedRows):
-            whole = known.replace(proposals=proposals)
-            drafted, confidences = draft_step(params, whole, rows, cfg=self._cfg, options=options)
+        def step(
+            leaves: list[jax.Array], proposals: Proposals, known: DecodeState, rows: PackedRows
+        ):
+            whole, state = jax.tree.unflatten(tree, leaves), known.replace(proposals=proposals)
+            drafted, confidences = draft_step(whole, state, rows, cfg=self._cfg, options=options)
             return drafted.proposals, confidences
 
-        arguments = (params, state.proposals, without_proposals(state), _abstract_rows(bucket))
-        return self._build(f"draft {options}", step, arguments, (state.proposals, 0))
+        arguments = (leaves, state.proposals, without_proposals(state), _abstract_rows(bucket))
+        return self._build(f"draft {options}\n{tree}", step, arguments, (state.proposals, 0))
 
     def _build(self, key: str, step: Program, arguments: tuple[Any, ...], results: Any) -> Program:
         compiler_options = _COMPILER_OPTIONS.get(jax.default_backend(), {})

@@ -110,7 +110,8 @@ class Executor:
         self.draft_len = executables.draft_len
         self.cost_table: CostTable | None = None
         self._params = params
-        self._verifying, self._drafting = verifying_params(params), drafting_params(params)
+        self._verifying = jax.tree.leaves(verifying_params(params))
+        self._drafting = jax.tree.leaves(drafting_params(params))
         self._executables = executables
         self._geometry = geometry
         self._cache_dtype = cache_dtype
