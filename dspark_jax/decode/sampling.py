@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dspark_jax.decode.threshold import kth_largest, nucleus
 from dspark_jax.kernels.dispatch import Backend, Dispatch
 
 NEVER = -1e30  # a masked logit: finite, so that a fully masked row stays defined
@@ -153,17 +154,10 @@ def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     peak = jnp.max(logits, axis=-1, keepdims=True)
     # p >= min_p * max(p), in logits; log(0) = -inf keeps everything.
     logits = jnp.where(logits >= peak + jnp.log(rows.min_p)[:, None], logits, NEVER)
-    ranked = -jnp.sort(-logits, axis=-1)
     k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
-    kth = jnp.take_along_axis(ranked, k[:, None] - 1, axis=-1)
-    logits = jnp.where(logits >= kth, logits, NEVER)
-    ranked = jnp.where(ranked >= kth, ranked, NEVER)
-    probs = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs
-    # The most likely token always stays.
-    fits = (before < rows.top_p[:, None]) | (jnp.arange(vocab) == 0)
-    last = jnp.min(jnp.where(fits, ranked, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where((logits >= last) | (rows.top_p >= 1)[:, None], logits, NEVER)
+    logits = jnp.where(logits >= kth_largest(logits, k)[:, None], logits, NEVER)
+    fits = nucleus(logits, rows.top_p) | (rows.top_p >= 1)[:, None]
+    return jnp.where(fits, logits, NEVER)
 
 
 def row_keys(

@@ -23,6 +23,7 @@ from dspark_jax.decode.plan import RowFinish
 from dspark_jax.decode.sampling import Effort, Stream, draw, efforts, holds_stops, least_effort
 from dspark_jax.decode.shaping import shaped_logits
 from dspark_jax.decode.state import DecodeState, TokenCounts
+from dspark_jax.decode.threshold import largest
 from dspark_jax.decode.verify import (
     LogitRows,
     Method,
@@ -437,8 +438,8 @@ def _outputs(
 def _best(raw: jax.Array) -> _Best:
     """The most likely tokens of raw logits [C, V]."""
     norm = jax.nn.logsumexp(raw, axis=-1)
-    top, ids = jax.lax.top_k(raw, min(MAX_LOGPROBS, raw.shape[1]))
-    return _Best(norm, ids.astype(jnp.int32), top - norm[:, None])
+    top, ids = largest(raw, min(MAX_LOGPROBS, raw.shape[1]))
+    return _Best(norm, ids, top - norm[:, None])
 
 
 def _no_best(raw: jax.Array) -> _Best:

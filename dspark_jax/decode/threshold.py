@@ -1,7 +1,7 @@
-"""Where filters cut a row of logits, found by halving the space of float32 instead of sorting the row.
+"""Where filters cut a row of logits, and its largest values, without sorting the row.
 
-A sort of a large vocabulary is dear, and XLA cannot record one in a GPU's command buffer: a program with a sort in
-a branch stops its host until the branch is reached.
+A sort of a large vocabulary is dear, and XLA does not record one in a GPU's command buffer: a program with a sort
+in a branch stops its host until the branch is reached. A cut is found by halving the space of float32.
 """
 
 from __future__ import annotations
@@ -38,6 +38,26 @@ def nucleus(x: jax.Array, mass: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(ranks > rank[:, None], weights, 0.0), axis=-1) >= wanted
 
     return (ranks > _last_true(is_full_above, x.shape[0])[:, None]) | (x == peak)
+
+
+def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Values float32 and places int32, both [C, count], of the largest entries of x float32 [C, V], largest first.
+
+    Of ties the first comes first, as with `jax.lax.top_k`; x holds no NaN.
+    """
+    column = jnp.arange(x.shape[1])
+
+    def find_next(last: tuple[jax.Array, jax.Array], _):
+        value, place = (part[:, None] for part in last)
+        behind = (x < value) | ((x == value) & (column > place))
+        place = jnp.argmax(jnp.where(behind, x, -jnp.inf), axis=-1).astype(jnp.int32)
+        found = jnp.take_along_axis(x, place[:, None], axis=-1)[:, 0], place
+        return found, found
+
+    rows = x.shape[0]
+    before = jnp.full(rows, jnp.inf), jnp.full(rows, -1, jnp.int32)
+    values, places = jax.lax.scan(find_next, before, length=count)[1]
+    return values.T, places.T
 
 
 def _last_true(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:

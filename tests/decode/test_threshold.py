@@ -1,4 +1,4 @@
-"""Cuts found by halving against sorted rows."""
+"""Cuts and largest values against sorted rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_jax.decode.sampling import NEVER
-from dspark_jax.decode.threshold import kth_largest, nucleus
+from dspark_jax.decode.threshold import kth_largest, largest, nucleus
 
 _kth_largest, _nucleus = jax.jit(kth_largest), jax.jit(nucleus)
+_largest = jax.jit(largest, static_argnums=1)
 
 
 def rows(seed: int) -> np.ndarray:
@@ -54,6 +55,15 @@ def test_ties_stay_together_and_the_largest_always_stays(mass):
     kept = _nucleus(x, jnp.array([mass], jnp.float32))[0].tolist()
     assert kept[1:3] == [True, True]
     assert kept[0] == (mass == 1.0)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_largest_come_as_from_top_k(seed):
+    x = rows(seed)
+    values, places = _largest(x, 20)
+    expected_values, expected_places = jax.lax.top_k(x + 0.0, 20)
+    np.testing.assert_array_equal(values, expected_values)
+    np.testing.assert_array_equal(places, expected_places)
 
 
 def test_minus_zero_is_zero():
