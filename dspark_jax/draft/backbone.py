@@ -116,7 +116,7 @@ def run_block(
             chosen = moe.choose_by_score(scores, block.b_router, cfg)
             weights = moe.expert_weights(scores, chosen, cfg)
             chosen = jnp.where(jnp.repeat(is_row, g)[:, None], chosen, cfg.n_routed_experts)
-            out = moe.expert_block(h, chosen, weights, block, stack, layer=jnp.int32(i), **fixed)
+            out = moe.expert_block(h, chosen, weights, block, stack, layer=i, **fixed)
             streams = hyper.leave(streams, out, entered, dispatch=dispatch)
     return hyper.collapse(streams, params.hyper_head, cfg).reshape(*ids.shape, -1)
 

@@ -21,6 +21,7 @@ from dspark_jax.kernels.quantized import (
     FP8_BLOCK,
     Fp4Weight,
     Fp8Weight,
+    SplitStack,
     Weight,
     take,
 )
@@ -56,14 +57,22 @@ def weight_arrays(weight: Weight) -> tuple[jax.Array, ...]:
     return (weight,)
 
 
-def reachable(stack: Weight, layer: jax.Array | int) -> tuple[Weight, jax.Array]:
+def is_reachable(stack: Weight) -> bool:
+    """Whether kernels can read all of a stack where it lies."""
+    return all(is_addressable(array) for array in weight_arrays(stack))
+
+
+def reachable(stack: Weight | SplitStack, layer: jax.Array | int) -> tuple[Weight, jax.Array]:
     """A stack and the index of a layer, int32 [1], as a kernel takes them.
 
     Of a stack with more one-byte elements than offsets reach (2**31 to 2**32: three layers of Flash's w2 in fp4,
-    61 of Pro's w_o_a) the layer is cut out, which costs a copy.
+    61 of Pro's w_o_a) the layer is cut out, which costs a copy, unless it has been split at start.
     """
-    if not all(is_addressable(array) for array in weight_arrays(stack)):
-        stack, layer = jax.tree.map(lambda leaf: leaf[None], take(stack, (layer,))), 0
+    if isinstance(stack, SplitStack):
+        return reachable(stack.parts[int(layer)], 0)
+    if not is_reachable(stack):
+        cut: Weight = jax.tree.map(lambda leaf: leaf[None], take(stack, (layer,)))
+        stack, layer = cut, 0
     return stack, jnp.asarray(layer, jnp.int32).reshape(1)
 
 

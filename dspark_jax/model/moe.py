@@ -36,7 +36,7 @@ def expert_block(
     block: Block,
     stack: Block,
     *,
-    layer: jax.Array,
+    layer: jax.Array | int,
     cfg: ModelConfig,
     dispatch: Dispatch,
 ) -> jax.Array:

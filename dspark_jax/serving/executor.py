@@ -131,10 +131,10 @@ class Executor:
             executables.compile(
                 setup.abstract_params(), setup.abstract_state(geometry), progress=True
             )
-            made = dummy_params(
+            target, draft = dummy_params(
                 setup.model_config, **setup.storage, seed=config.seed, progress=True
             )
-            params = ModelParams(*made)
+            params = ModelParams(target, setup.reachable(draft))
         else:
             model_config, target, draft = load_checkpoint(
                 config.model_folder,
@@ -145,7 +145,7 @@ class Executor:
             )
             if not setup.on_gpu:
                 target, draft = params_by_column(target), draft and draft_by_column(draft)
-            params = ModelParams(target=target, draft=draft)
+            params = ModelParams(target, setup.reachable(draft))
             setup = dataclasses.replace(setup, model_config=model_config)
             geometry = setup.lay_out(params)
             executables = setup.executables(geometry)

@@ -88,7 +88,8 @@ def sparse_mla_reference(
             return jax.vmap(attend)(tokens)
         return jax.lax.map(attend, tokens, batch_size=_BLOCK)
 
-    if entry_places.shape[1] <= 2 * _FEW_ENTRIES:
+    # A step of one token has little to gather, and XLA would copy the pool of entries into the branches.
+    if count == 1 or entry_places.shape[1] <= 2 * _FEW_ENTRIES:
         return attend_all(entry_places)
     return jax.lax.cond(
         jnp.max(entry_counts) <= _FEW_ENTRIES,
