@@ -30,7 +30,13 @@ from benchmarks.flash_model import FLASH, overrides_for
 from benchmarks.flash_store import FlashStore, PointKey
 from dspark_jax.serving.bench.arms import Arm, make_arms
 from dspark_jax.serving.bench.config import BenchConfig
-from dspark_jax.serving.bench.dataset import Prompt, random_prompts
+from dspark_jax.serving.bench.dataset import (
+    Prompt,
+    bundled_prompts_path,
+    cycle_to,
+    file_prompts,
+    random_prompts,
+)
 from dspark_jax.serving.bench.http import ConnectionPool
 from dspark_jax.serving.bench.load import arrival_times, warm_up
 from dspark_jax.serving.bench.measure import connect, measure
@@ -72,7 +78,9 @@ class Options:
     max_model_len: int = 2048
     """The server's flag."""
     input_len: int = 64
-    """Prompt tokens of a request."""
+    """Prompt tokens of a random request."""
+    dataset: Literal["random", "bundled"] = "random"
+    """Prompts: random token ids, or the texts that come with the bundled model, whatever their length."""
     output_len: int = 128
     """Tokens to generate per request."""
     prompts_per_stream: int = 1
@@ -256,6 +264,10 @@ class Sweep:
 
     def _prompts(self, concurrency: int) -> list[Prompt]:
         count = max(concurrency * self.options.prompts_per_stream, self.options.min_prompts)
+        if self.options.dataset == "bundled":
+            length = self.options.output_len
+            texts = file_prompts(bundled_prompts_path(), output_len=length, default_len=length)
+            return cycle_to(texts, count)
         return random_prompts(
             count,
             input_len=self.options.input_len,
