@@ -17,7 +17,6 @@ from dspark_jax.serving.bench.plots import draw_pareto, draw_speculation
 Results = dict[tuple[str, int], Mapping[str, Any]]
 """(arm, concurrency) -> result, of one scenario and capture limit."""
 
-_COST_PICTURE = "flash_cost.png"
 _RATIOS = (("adaptive", "fixed-7"), ("adaptive", "none"), ("fixed-7", "none"))
 
 
@@ -35,14 +34,17 @@ def flash_tables(data: Mapping[str, Any]) -> str:
             lines.extend([*_verdicts(results), ""])
             for name in ("pareto", "budget"):
                 lines.append(f"![{name}](pictures/{_picture(scenario, capture, name)})\n")
+        prompts = f"random prompts of {settings['input_len']}"
+        if settings.get("dataset") == "bundled":
+            prompts = "the bundled model's held-out prompts"
         lines.append(
-            f"\n{settings['layers'] or 'All'} layers, prompts of {settings['input_len']} and outputs of "
+            f"\n{settings['layers'] or 'All'} layers, {prompts} and outputs of "
             f"{settings['output_len']} tokens, {settings['prompts_per_stream']} per stream, temperature "
             f"{settings['temperature']:g}, acceptance {settings['acceptance']}.\n"
         )
         lines.append(_floors(data["starts"], scenario, settings))
-    if any(start["curves"] for start in data["starts"]):
-        lines.append(f"![step times](pictures/{_COST_PICTURE})\n")
+        if _curves(data, scenario):
+            lines.append(f"![step times](pictures/{_cost_picture(scenario)})\n")
     lines.extend(_start(start) for start in data["starts"])
     return "\n".join(lines) + "\n"
 
@@ -74,14 +76,13 @@ def results_of(data: Mapping[str, Any], scenario: str, capture: int) -> Results:
 
 
 def draw_pictures(data: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Cost staircase of the last start, and for every scenario and limit the Pareto and the budget; the files."""
+    """For every scenario its cost staircase, and for every limit the Pareto and the budget; the files."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    starts = [start for start in data["starts"] if start["curves"]]
-    if starts:
-        paths.append(folder / _COST_PICTURE)
-        draw_cost(starts[-1]["curves"], paths[-1])
     for scenario in data["settings"]:
+        if curves := _curves(data, scenario):
+            paths.append(folder / _cost_picture(scenario))
+            draw_cost(curves, paths[-1])
         for capture in captures(data, scenario):
             results = results_of(data, scenario, capture)
             for name, draw in (("pareto", draw_pareto), ("budget", draw_speculation)):
@@ -117,6 +118,16 @@ def draw_cost(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
+
+
+def _curves(data: Mapping[str, Any], scenario: str) -> Sequence[Mapping[str, Any]]:
+    """Step times that a scenario's server measured at its last start that measured any."""
+    mine = [start["curves"] for start in data["starts"] if start["scenario"] == scenario]
+    return next((curves for curves in reversed(mine) if curves), ())
+
+
+def _cost_picture(scenario: str) -> str:
+    return f"flash_{scenario}_cost.png"
 
 
 def _picture(scenario: str, capture: int, name: str) -> str:

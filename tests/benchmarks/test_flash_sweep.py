@@ -137,7 +137,7 @@ def test_the_report_compares_with_what_is_published(store, tmp_path):
     assert "0.25" in text
     paths = draw_pictures(data, tmp_path / "pictures")
     assert [path.name for path in paths] == [
-        "flash_cost.png",
+        "flash_decode_cost.png",
         "flash_decode_2048_pareto.png",
         "flash_decode_2048_budget.png",
         "flash_decode_1024_pareto.png",
