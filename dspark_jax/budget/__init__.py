@@ -7,6 +7,7 @@ from dspark_jax.budget.allocate_reference import (
     host_placeholder,
     step_layout,
 )
+from dspark_jax.budget.confidences import clean_confidences
 from dspark_jax.budget.correction import LiveCorrection
 from dspark_jax.budget.cost_profile import (
     ProfileSample,
@@ -46,6 +47,7 @@ __all__ = [
     "StepLayout",
     "allocate",
     "choose_budget",
+    "clean_confidences",
     "curves_from_samples",
     "expand_curve",
     "host_placeholder",

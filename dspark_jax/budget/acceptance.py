@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from dspark_jax.budget.confidences import clean_confidences
+
 
 class AcceptanceCorrection:
     """Bounded ratio accepted / promised of the drafts that were verified, with old ones forgotten.
@@ -56,8 +58,7 @@ class AcceptanceCorrection:
         num_verified = int(np.count_nonzero(admitted))
         if not num_verified:
             return
-        clean = np.minimum(np.fmax(confidences, 0.0), 1.0)  # of NaN and 0, `fmax` takes 0
-        survival = np.cumprod(clean, axis=1, dtype=np.float64)
+        survival = np.cumprod(clean_confidences(confidences), axis=1, dtype=np.float64)
         is_admitted = np.arange(confidences.shape[1]) < admitted[:, None]
         kept = 0.5 ** (num_verified / self.half_life)
         self._promised = kept * self._promised + float(survival[is_admitted].sum())

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from dspark_jax.budget.confidences import clean_confidences
 from dspark_jax.budget.cost_table import CostTable
 
 LOGITS_CHUNK_BYTES = 2**30
@@ -245,7 +246,7 @@ def _survival(confidences: np.ndarray) -> tuple[np.ndarray, int]:
     if np.maximum.reduce(confidences.view(np.uint32), axis=None, initial=0) > _BITS_OF_ONE:
         is_valid = (conditional >= 0.0) & (conditional <= 1.0)
         num_sanitised = conditional.size - int(np.count_nonzero(is_valid))
-        conditional = np.clip(np.nan_to_num(conditional, nan=0.0), 0.0, 1.0) + 0.0  # no -0.0
+        conditional = clean_confidences(conditional) + 0.0  # no -0.0
     # A loop, because NumPy accumulates along a leading axis element by element.
     for before, after in itertools.pairwise(conditional):
         after *= before

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from dspark_jax.budget import clean_confidences
+
 
 class CalibrationError:
     """Expected calibration error over equal-width bins with exponentially forgotten counts.
@@ -25,9 +27,7 @@ class CalibrationError:
         position = np.arange(confidences.shape[1])
         # The position after the last accepted one was tried, too, if it was admitted.
         tried = (position <= accepted[:, None]) & (position < admitted[:, None])
-        confidence = np.minimum(
-            np.fmax(confidences[tried], 0.0), 1.0
-        )  # of NaN and 0, `fmax` takes 0
+        confidence = clean_confidences(confidences[tried])
         hit = np.broadcast_to(position < accepted[:, None], tried.shape)[tried]
         num_bins = self._sums.shape[1]
         bins = np.minimum((confidence * num_bins).astype(np.int64), num_bins - 1)
