@@ -33,8 +33,8 @@ Program = Callable[..., Any]
 
 # What XLA is told besides its defaults, by platform. On a CPU a step's time goes into matrix products, which are
 # library calls, and into loops that run as fast at level 1 as at 3: a higher level only compiles for longer.
-# On a GPU everything is recorded, loops and branches too, which by default are not: a step is then a few launches,
-# and no branch makes the host wait for the device.
+# On a GPU loops and branches are recorded too, which by default are not, so that a step is a few launches and the
+# host need not wait for a branch's predicate.
 _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {"xla_backend_optimization_level": 1},
     "gpu": {
