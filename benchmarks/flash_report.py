@@ -42,7 +42,7 @@ def flash_tables(data: Mapping[str, Any]) -> str:
             f"{settings['output_len']} tokens, {settings['prompts_per_stream']} per stream, temperature "
             f"{settings['temperature']:g}, acceptance {settings['acceptance']}.\n"
         )
-        lines.append(_floors(data["starts"], scenario, settings))
+        lines.append(_floors(data, scenario, settings))
         if _curves(data, scenario):
             lines.append(f"![step times](pictures/{_cost_picture(scenario)})\n")
     lines.extend(_start(start) for start in data["starts"])
@@ -134,11 +134,11 @@ def _picture(scenario: str, capture: int, name: str) -> str:
     return f"flash_{scenario}_{capture}_{name}.png"
 
 
-def _floors(starts: Sequence[Mapping[str, Any]], scenario: str, settings: Mapping[str, Any]) -> str:
+def _floors(data: Mapping[str, Any], scenario: str, settings: Mapping[str, Any]) -> str:
     """Step times that the scenario's server measured at start, over what they must at least be."""
     model = FLASH.parent / settings["model"]
-    mine = [start for start in starts if start["scenario"] == scenario and start["curves"]]
-    if not mine or not (model / "config.json").exists():
+    curves = _curves(data, scenario)
+    if not curves or not (model / "config.json").exists():
         return ""
     options = FloorOptions(
         model=model,
@@ -146,10 +146,10 @@ def _floors(starts: Sequence[Mapping[str, Any]], scenario: str, settings: Mappin
         draft_len=settings["draft_len"],
         buckets=tuple(settings["capture_sizes"]),
         max_num_seqs=settings["max_num_seqs"],
-        context_len=max(curve["context_len"] for curve in mine[-1]["curves"]),
+        context_len=max(curve["context_len"] for curve in curves),
         scenario=scenario,
     )
-    return tables(options, starts)
+    return tables(options, data["starts"])
 
 
 def _throughput(results: Results) -> list[dict[str, Any]]:
