@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.decode import synthetic
+from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.packing import PackedRows, unpack_rows
-from dspark_jax.decode.sampling import Effort, Stream, draw, efforts, holds_stops, least_effort
+from dspark_jax.decode.sampling import Stream, draw
 from dspark_jax.decode.shaping import only_the_best, shaped_logits
 from dspark_jax.decode.state import DecodeState, Proposals
 from dspark_jax.decode.step import ModelParams
 from dspark_jax.decode.verify import Method
-from dspark_jax.draft.propose import Choosers, propose
+from dspark_jax.draft.propose import propose
 from dspark_jax.kernels.dispatch import Dispatch
 
 
@@ -36,10 +36,12 @@ def draft_step(
     *,
     cfg: ModelConfig,
     options: DraftOptions,
+    effort: Effort = Effort.FULL,
 ) -> tuple[DecodeState, jax.Array]:
     """Propose G tokens for every row that sampled in the step before and has not ended.
 
-    Each token is drawn with the request's own sampling parameters from the drafter's corrected logits.
+    Each token is drawn with the request's own sampling parameters from the drafter's corrected logits, with the
+    `effort` that the rows need, or more.
 
     Returns:
       The state with the proposals pending, and their conditional confidences, float32 [R, G].
@@ -56,7 +58,7 @@ def draft_step(
     if options.method is Method.COUPLED:
         noise = (Stream.TARGET, None)
 
-    def choose(effort: Effort, raw: jax.Array, positions: jax.Array, drafted: jax.Array):
+    def choose(raw: jax.Array, positions: jax.Array, drafted: jax.Array):
         # Any distribution is exact if it is the one drawn from; one of NaN is none.
         usable = jnp.all(jnp.isfinite(raw), axis=-1, keepdims=True)
         raw = jnp.where(usable, raw, 0.0)
@@ -65,9 +67,6 @@ def draft_step(
             shaped = only_the_best(shaped)
         return draw(shaped, rows.sampling, positions, *noise, effort=effort), shaped
 
-    # Later positions hold no more stop ids back than the first.
-    effort = least_effort(rows.sampling, holds_stops(rows.sampling, anchor_positions + 1))
-    ways = [partial(choose, level) for level in efforts(options.dispatch)]
     proposal = propose(
         params.draft,
         params.target,
@@ -77,7 +76,7 @@ def draft_step(
         positions=anchor_positions,
         slots=slot,
         is_row=active,
-        choose=Choosers(effort, tuple(ways)),
+        choose=choose,
         dispatch=options.dispatch,
     )
     confidences = proposal.confidences

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.row_layout import PackedRow, pack_row
 
 
@@ -66,6 +67,22 @@ class RowPlan:
         """The row's bytes, made once: a decoding request has the same row in every step."""
         return pack_row(self)
 
+    @cached_property
+    def effort(self) -> Effort:
+        """What the row needs between logits and tokens; with a `min_len` more than the rest, to its end.
+
+        The host learns late how long a text is, so it cannot tell when the last stop id was held back.
+        """
+        penalized = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (
+            0,
+            0,
+            1,
+        )
+        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        described = self.wants_logprobs or self.wants_prompt_logprobs
+        needs = penalized or described or self.min_len > 0 or (filtered and self.temperature > 0)
+        return Effort.FULL if needs else Effort.PLAIN
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
@@ -80,6 +97,11 @@ class StepPlan:
     bucket: int
     drafts: bool  # run the drafter after the verification
     min_depth: int = 0
+
+    @property
+    def effort(self) -> Effort:
+        """What suffices for all rows."""
+        return max((row.effort for row in self.rows), default=Effort.PLAIN)
 
 
 @dataclass(frozen=True)

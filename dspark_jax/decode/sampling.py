@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.threshold import kth_largest, nucleus
-from dspark_jax.kernels.dispatch import Backend, Dispatch
 
 NEVER = -1e30  # a masked logit: finite, so that a fully masked row stays defined
 
@@ -30,18 +30,6 @@ class Stream(enum.IntEnum):
     ACCEPT = 2
     SYNTHETIC_REQUEST = 3
     SYNTHETIC_ROUND = 4
-
-
-class Effort(enum.IntEnum):
-    """What rows ask for together between logits and tokens, in ascending cost. All that suffice agree bit for bit.
-
-    A GPU's host reads the predicate of every branch back and waits for it, so programs for one branch on this once
-    instead of on each part. `FULL` still branches on its parts, and serves all rows.
-    """
-
-    GREEDY = 0
-    PLAIN = 1  # temperature
-    FULL = 2  # penalties, filters, stop ids held back, or log-probabilities
 
 
 class SamplingRows(struct.PyTreeNode):
@@ -80,21 +68,6 @@ class SamplingRows(struct.PyTreeNode):
     def is_filtered(self) -> jax.Array:
         """[C] bool."""
         return ~self.is_greedy & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
-
-
-def efforts(dispatch: Dispatch) -> tuple[Effort, ...]:
-    """Levels that a program tells apart: on a CPU, where branches cost nothing and compiling does, only `FULL`."""
-    return tuple(Effort) if dispatch.backend is Backend.PALLAS else (Effort.FULL,)
-
-
-def least_effort(rows: SamplingRows, also_full: jax.Array) -> jax.Array:
-    """The `Effort` that suffices for all rows, int32 scalar; `also_full` bool asks for `FULL` besides.
-
-    It does not look at positions: rows that hold a stop id back are the caller's to name (`holds_stops`).
-    """
-    full = jnp.any(rows.has_penalty | rows.is_filtered) | jnp.any(also_full)
-    plain = jnp.where(jnp.all(rows.is_greedy), Effort.GREEDY, Effort.PLAIN)
-    return jnp.where(full, Effort.FULL, plain).astype(jnp.int32)
 
 
 def holds_stops(rows: SamplingRows, positions: jax.Array) -> jax.Array:
@@ -190,7 +163,7 @@ def draw(
     """One token per row, int32 [C]: arg-max of shaped logits [C, V], plus Gumbel noise where temperature > 0.
 
     Ties go to the lowest id. The noise of a row depends on its seed, position, stream and, if given, anchor alone.
-    `effort` is `least_effort` of the rows or more.
+    `effort` is what the rows need, or more.
     """
 
     def noisy(shaped: jax.Array) -> jax.Array:
@@ -198,9 +171,7 @@ def draw(
         noise = jax.vmap(lambda key: jax.random.gumbel(key, shaped.shape[1:]))(keys)
         return shaped + jnp.where(rows.is_greedy[:, None], 0.0, noise)
 
-    if effort is Effort.GREEDY:
-        scores = shaped
-    elif effort is Effort.PLAIN:
+    if effort is Effort.PLAIN:
         scores = noisy(shaped)
     else:
         scores = jax.lax.cond(jnp.all(rows.is_greedy), lambda x: x, noisy, shaped)

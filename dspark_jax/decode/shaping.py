@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.sampling import (
     NEVER,
-    Effort,
     SamplingRows,
     forbid_stops,
     penalize,
@@ -31,8 +31,6 @@ def shaped_logits(
     `drafted` int32 [C, G] are drafted tokens before the position (-1: none): penalties count them as output. Both
     sides of a verification go through here, so p and q are shaped alike. `effort` is what the rows need, or more.
     """
-    if effort is Effort.GREEDY:
-        return raw
     if effort is Effort.PLAIN:
         return scale_logits(raw, sampling)
 

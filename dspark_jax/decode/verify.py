@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.decode.sampling import NEVER, Effort, SamplingRows, Stream, draw, uniform
+from dspark_jax.decode.effort import Effort
+from dspark_jax.decode.sampling import NEVER, SamplingRows, Stream, draw, uniform
 
 RESIDUAL_FLOOR = (
     1e-8  # below this mass the residual is rounding noise and the target itself is drawn from
@@ -68,7 +69,7 @@ def verify_standard(
       draft_logprobs: float32 [R, G], log q(x). draft_shaped: int32 [R] -> float32 [R, V], the shaped draft logits
         of one drafted position per request (only the first rejected one is ever looked at).
       judge: coins float32 [R, G] and which drafts pass bool [R, G] -> which drafts pass instead.
-      effort: `least_effort` of the rows or more.
+      effort: what the rows need, or more.
     """
     # [R, G] row that judges each draft
     row = jnp.minimum(where.base[:, None] + jnp.arange(draft_tokens.shape[1]), target.shape[0] - 1)
@@ -99,7 +100,7 @@ def verify_standard(
 
     if effort is Effort.PLAIN:
         final = with_residual(final)
-    elif effort is Effort.FULL:
+    else:
         needs = jnp.any(rejected & ~rows.is_greedy)
         final = jax.lax.cond(needs, with_residual, lambda x: x, final)
     place = where.positions + accept_lens + 1
@@ -120,7 +121,7 @@ def verify_coupled(
 
     Args:
       target: float32 [C, V] shaped. row_of: int32 [C], request of each logit row (R or more where unused).
-      effort: `least_effort` of the rows or more.
+      effort: what the rows need, or more.
     """
     count = target.shape[0]
     owner = jnp.minimum(row_of, where.base.shape[0] - 1)

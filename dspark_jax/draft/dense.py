@@ -16,7 +16,6 @@ from dspark_jax.draft.dense_heads import confidences, start_state, transition_lo
 from dspark_jax.draft.dense_params import DenseDraftConfig, DenseDraftParams, DenseLayer
 from dspark_jax.draft.propose import (
     Chooser,
-    Choosers,
     Proposal,
     draw_in_sequence,
     drawn_logprobs,
@@ -118,7 +117,7 @@ def propose_dense(
     anchors: jax.Array,
     positions: jax.Array,
     slots: jax.Array,
-    choose: Chooser | Choosers,
+    choose: Chooser,
 ) -> Proposal:
     """Draft `cfg.block_size` tokens after `anchors`; arguments as `run_dense_block`, result as `propose`."""
     hidden = run_dense_block(

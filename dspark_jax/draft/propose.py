@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,16 +20,6 @@ from dspark_jax.model.transformer import logits
 # (corrected logits [R, V], position of the token [R], tokens drafted so far [R, G] with -1 ahead)
 # -> token int32 [R], the shaped logits float32 [R, V] that it was drawn from
 Chooser = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-
-
-class Choosers(NamedTuple):
-    """Several choosers; number `which`, an int32 scalar, draws the whole proposal.
-
-    Branching around the draws costs one wait for the predicate, branching within them one for each draw.
-    """
-
-    which: jax.Array
-    each: tuple[Chooser, ...]
 
 
 # (state, token before [R], draft position k) -> state, transition logits float32 [R, V]
@@ -56,7 +45,7 @@ def propose(
     positions: jax.Array,
     slots: jax.Array,
     is_row: jax.Array,
-    choose: Chooser | Choosers,
+    choose: Chooser,
     dispatch: Dispatch,
 ) -> Proposal:
     """Draft from `anchors` int32 [R] at `positions` [R] with the context ring of `slots` [R].
@@ -100,7 +89,7 @@ def draw_in_sequence(
     *,
     anchors: jax.Array,
     positions: jax.Array,
-    choose: Chooser | Choosers,
+    choose: Chooser,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw G tokens left to right from `base` float32 [R, G, V] corrected by the token before each.
 
@@ -112,22 +101,13 @@ def draw_in_sequence(
     drafts = base.shape[1]
     nothing = jnp.full((anchors.shape[0], drafts), -1, jnp.int32)
 
-    def draw_all(choose: Chooser) -> tuple[jax.Array, jax.Array]:
-        def draw_one(carry, k):
-            state, previous, drafted = carry
-            state, bias = transition(state, previous, k)
-            token, shaped = choose(base[:, k] + bias, positions + 1 + k, drafted)
-            return (state, token, drafted.at[:, k].set(token)), shaped
+    def draw_one(carry, k):
+        state, previous, drafted = carry
+        state, bias = transition(state, previous, k)
+        token, shaped = choose(base[:, k] + bias, positions + 1 + k, drafted)
+        return (state, token, drafted.at[:, k].set(token)), shaped
 
-        start = (state, anchors, nothing)
-        (_, _, tokens), shaped = jax.lax.scan(draw_one, start, jnp.arange(drafts))
-        return tokens, shaped
-
-    if isinstance(choose, Choosers):
-        ways = [partial(draw_all, chooser) for chooser in choose.each]
-        tokens, shaped = jax.lax.switch(choose.which, ways)
-    else:
-        tokens, shaped = draw_all(choose)
+    (_, _, tokens), shaped = jax.lax.scan(draw_one, (state, anchors, nothing), jnp.arange(drafts))
     return tokens, jnp.moveaxis(shaped, 0, 1)
 
 

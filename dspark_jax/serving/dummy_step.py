@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.plan import RowPlan, StepPlan
 from dspark_jax.serving.buckets import bucket_for
 
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
 _FIRST_RUN_CONTEXT = 16
 
 
-def run_every_program(executor: Executor, row_buckets: tuple[int, ...], *, progress: bool) -> None:
+def run_every_program(
+    executor: Executor,
+    row_buckets: tuple[int, ...],
+    efforts: tuple[Effort, ...],
+    *,
+    progress: bool,
+) -> None:
     """Run each program once; leaves the executor with empty slots.
 
     The first run of a program takes far longer than the next: its code and its buffers are not in memory yet.
@@ -26,24 +33,26 @@ def run_every_program(executor: Executor, row_buckets: tuple[int, ...], *, progr
     Args:
         executor: with all its programs compiled.
         row_buckets: request counts of the drafting half; empty without a drafter.
+        efforts: those that there are programs for.
         progress: show a bar.
     """
     context_len = min(_FIRST_RUN_CONTEXT, max(executor.max_model_len - 16, 1))
     with tqdm(
-        total=len(executor.buckets) + len(row_buckets),
+        total=(len(executor.buckets) + len(row_buckets)) * len(efforts),
         unit="program",
         desc="first runs",
         disable=not progress,
     ) as bar:
-        for bucket in executor.buckets:
-            pretend(executor, context_len)
-            num_rows = min(-(-bucket // (executor.draft_len + 1)), executor.num_slots)
-            executor.dispatch(dummy_plan(executor, bucket, num_rows))
-            bar.update()
-        for rows in row_buckets:
-            pretend(executor, context_len)
-            executor.dispatch_draft(dummy_plan(executor, rows, rows))
-            bar.update()
+        for effort in efforts:
+            for bucket in executor.buckets:
+                pretend(executor, context_len)
+                num_rows = min(-(-bucket // (executor.draft_len + 1)), executor.num_slots)
+                executor.dispatch(dummy_plan(executor, bucket, num_rows, effort))
+                bar.update()
+            for rows in row_buckets:
+                pretend(executor, context_len)
+                executor.dispatch_draft(dummy_plan(executor, rows, rows, effort))
+                bar.update()
         jax.block_until_ready(executor.state)
     executor.state = executor.fresh_state()
 
@@ -71,10 +80,12 @@ def pretend(executor: Executor, context_len: int) -> None:
     )
 
 
-def dummy_plan(executor: Executor, num_tokens: int, num_requests: int) -> StepPlan:
+def dummy_plan(
+    executor: Executor, num_tokens: int, num_requests: int, effort: Effort = Effort.PLAIN
+) -> StepPlan:
     """`num_tokens` tokens: decoding rows with their drafts, then a prompt chunk if that is not enough.
 
-    The slots must look as `pretend` makes them.
+    The slots must look as `pretend` makes them. The rows ask for `effort`.
     """
     rows = [
         RowPlan(
@@ -83,6 +94,7 @@ def dummy_plan(executor: Executor, num_tokens: int, num_requests: int) -> StepPl
             limit=executor.max_model_len,
             prompt_len=1,
             temperature=1.0,
+            wants_logprobs=effort is Effort.FULL,
         )
         for slot in range(num_requests)
     ]

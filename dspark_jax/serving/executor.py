@@ -14,22 +14,19 @@ from dspark_jax.budget import CostTable
 from dspark_jax.checkpoint.dummy import dummy_params
 from dspark_jax.checkpoint.load import load_checkpoint
 from dspark_jax.config import ModelConfig
+from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.packing import PackedRows, pack
 from dspark_jax.decode.plan import Logprobs, StepOutputs, StepPlan
+from dspark_jax.decode.settle import DeviceLogprobs
 from dspark_jax.decode.state import DecodeState, init_state
-from dspark_jax.decode.step import DeviceLogprobs, ModelParams
+from dspark_jax.decode.step import ModelParams
 from dspark_jax.draft.params import draft_by_column
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.model.params import params_by_column
 from dspark_jax.serving.buckets import bucket_for
 from dspark_jax.serving.config import ServeConfig
 from dspark_jax.serving.dummy_step import run_every_program
-from dspark_jax.serving.executables import (
-    Executables,
-    drafting_params,
-    verifying_params,
-    without_proposals,
-)
+from dspark_jax.serving.executables import Executables, step_leaves
 from dspark_jax.serving.profiler import ProfileSettings, build_cost_table
 from dspark_jax.serving.setup import Setup
 
@@ -110,8 +107,7 @@ class Executor:
         self.draft_len = executables.draft_len
         self.cost_table: CostTable | None = None
         self._params = params
-        self._verifying = jax.tree.leaves(verifying_params(params))
-        self._drafting = jax.tree.leaves(drafting_params(params))
+        self._leaves = step_leaves(params)
         self._executables = executables
         self._geometry = geometry
         self._cache_dtype = cache_dtype
@@ -190,7 +186,9 @@ class Executor:
     def warm_up(self) -> None:
         """Compile and run every program and, for adaptive verification, measure or load the step times."""
         self._executables.compile(self._params, self.state, progress=True)
-        run_every_program(self, self._executables.row_buckets, progress=True)
+        run_every_program(
+            self, self._executables.row_buckets, self._executables.efforts, progress=True
+        )
         if self._profile is not None:
             self.cost_table = build_cost_table(self, self._profile)
 
@@ -198,9 +196,11 @@ class Executor:
         """Start a step and return at once."""
         packed = pack(plan, rows=self._executables.rows(plan.bucket))
         packed = packed.replace(page_table=self._device_page_table(plan.page_table))
-        verify = self._executables.verify[plan.bucket]
-        self.state, outputs = verify(self._verifying, self.state, packed)
-        confidences = self._draft(packed.rows, len(plan.rows)) if plan.drafts else None
+        effort = plan.effort
+        self.state, outputs = self._executables.verify(self._leaves, self.state, packed, effort)
+        confidences = None
+        if plan.drafts:
+            confidences = self._draft(packed.rows, len(plan.rows), effort)
         wants = any(row.wants_logprobs for row in plan.rows)
         wants_prompt = any(row.wants_prompt_logprobs for row in plan.rows)
         step = DeviceStep(
@@ -218,19 +218,16 @@ class Executor:
     def dispatch_draft(self, plan: StepPlan) -> tuple[jax.Array, ...]:
         """Start the drafting half alone, as `dispatch` does after a step with drafts; for measuring."""
         packed = pack(plan, rows=self._executables.rows(plan.bucket))
-        return self._draft(packed.rows, len(plan.rows))
+        return self._draft(packed.rows, len(plan.rows), plan.effort)
 
-    def _draft(self, packed: PackedRows, num_rows: int) -> tuple[jax.Array, ...]:
+    def _draft(self, packed: PackedRows, num_rows: int, effort: Effort) -> tuple[jax.Array, ...]:
         """Draft for the first `num_rows` rows, as many in one call as a program holds; their confidences."""
         buckets, confidences = self._executables.row_buckets, []
         for part in packed.parts(num_rows, buckets[-1]):
             rows = bucket_for(buckets, len(part.ints))
-            draft = self._executables.draft[rows]
-            known = without_proposals(self.state)
-            proposals, drafted = draft(
-                self._drafting, self.state.proposals, known, part.resized(rows)
+            self.state, drafted = self._executables.draft(
+                self._leaves, self.state, part.resized(rows), effort
             )
-            self.state = self.state.replace(proposals=proposals)
             confidences.append(drafted)
         return tuple(confidences)
 

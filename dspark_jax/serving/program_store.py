@@ -10,13 +10,15 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import jaxlib.version
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 import dspark_jax
 
@@ -63,6 +65,23 @@ class ProgramStore:
             file.write(payload)
         os.replace(file.name, path)
         return compiled
+
+
+@contextmanager
+def without_jax_cache() -> Iterator[None]:
+    """Keep JAX from looking programs up in its own cache; a program of a `ProgramStore` must not come from there.
+
+    XLA:CPU cannot serialize what was itself deserialized: the copy lacks its functions and fails when it runs.
+    """
+    config: Any = jax.config  # JAX's types lack its options
+    enabled = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks once per process whether there is one
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def _environment() -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from dspark_jax.checkpoint.dummy import abstract_params
 from dspark_jax.checkpoint.safetensors import TensorFolder
 from dspark_jax.config import ModelConfig, load_config
+from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.state import DecodeState, init_state
 from dspark_jax.decode.step import ModelParams
 from dspark_jax.decode.synthetic import pack_profile
@@ -145,6 +146,8 @@ class Setup:
             method=Method(speculative.rejection_sample_method if speculative else "standard"),
             greedy_drafts=speculative is not None and speculative.draft_sample_method == "greedy",
             dispatch=default_dispatch(),
+            # On a CPU branches cost nothing, and compiling does.
+            efforts=tuple(Effort) if self.on_gpu else (Effort.FULL,),
             store=ProgramStore(self.cache_dir / "programs"),
         )
 

@@ -13,16 +13,12 @@ import numpy as np
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.decode.draft_step import DraftOptions, draft_step
+from dspark_jax.decode.options import StepOptions
 from dspark_jax.decode.packing import pack
 from dspark_jax.decode.plan import RowFinish, RowPlan, StepPlan
+from dspark_jax.decode.settle import DeviceLogprobs, DeviceOutputs
 from dspark_jax.decode.state import DecodeState, init_state
-from dspark_jax.decode.step import (
-    DeviceLogprobs,
-    DeviceOutputs,
-    ModelParams,
-    StepOptions,
-    verify_step,
-)
+from dspark_jax.decode.step import ModelParams, verify_step
 from dspark_jax.decode.verify import Method
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.model.cache import PageGeometry, page_tokens
@@ -50,7 +46,6 @@ def programs(
 ) -> Programs:
     """Both halves for the shapes of this module, compiled once per process."""
     options = StepOptions(
-        rows=SLOTS,
         tokens=TOKENS,
         logit_rows=TOKENS,
         method=method,

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig, config_from_dict
 from dspark_jax.decode.draft_step import DraftOptions, draft_step
+from dspark_jax.decode.options import StepOptions
 from dspark_jax.decode.packing import PackedPlan, PackedRows
 from dspark_jax.decode.row_layout import NUM_FLOATS, NUM_INTS
 from dspark_jax.decode.state import init_state
-from dspark_jax.decode.step import ModelParams, StepOptions, verify_step
+from dspark_jax.decode.step import ModelParams, verify_step
 from dspark_jax.decode.verify import Method
 from dspark_jax.draft.params import draft_specs
 from dspark_jax.kernels.dispatch import Dispatch
@@ -97,7 +98,7 @@ def steps(
         page_table=shape(jnp.int32, SLOTS, MAX_PAGES),  # type: ignore[arg-type]
     )
     options = StepOptions(
-        rows=rows, tokens=tokens, logit_rows=tokens, method=Method.STANDARD, dispatch=dispatch
+        tokens=tokens, logit_rows=tokens, method=Method.STANDARD, dispatch=dispatch
     )
     drafting = DraftOptions(method=Method.STANDARD, greedy_drafts=False, dispatch=dispatch)
     return {

@@ -23,11 +23,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The programs asked for, none of which is compiled."""
     keys: list[str] = []
 
-    def build(self: Any, key: str, *rest: Any) -> object:
-        keys.append(key)
+    def build(self: Any, name: str, *rest: Any) -> object:
+        keys.append(name)
         return object()
 
-    monkeypatch.setattr(executables.Executables, "_build", build)
+    monkeypatch.setattr(executables.Executables, "_load_or_compile", build)
     return keys
 
 

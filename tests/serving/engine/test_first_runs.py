@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.packing import PackedPlan, PackedRows
+from dspark_jax.decode.state import DecodeState
 from dspark_jax.decode.step import ModelParams
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.serving.executor import Executor
@@ -23,26 +25,30 @@ assert CFG.draft is not None
 class Programs:
     """In place of the compiled ones: they note which of them ran, and move every position."""
 
-    def __init__(self, buckets: tuple[int, ...], row_buckets: tuple[int, ...]) -> None:
+    def __init__(self, row_buckets: tuple[int, ...], efforts: tuple[Effort, ...]) -> None:
         self.row_buckets = row_buckets
+        self.efforts = efforts
         self.draft_len = CFG.draft.block_size if CFG.draft and row_buckets else 0
-        self.ran: list[tuple[str, int]] = []
-        self.verify = {bucket: self._program("verify", bucket) for bucket in buckets}
-        self.draft = {rows: self._program("draft", rows) for rows in row_buckets}
+        self.ran: list[tuple[str, int, Effort]] = []
 
-    def _program(self, half: str, size: int) -> Any:
-        def run(params: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
-            packed: PackedPlan | PackedRows = rest[-1]
-            rows = packed.rows if isinstance(packed, PackedPlan) else packed
-            assert 0 < np.count_nonzero(np.asarray(rows.ints)[:, 0] >= 0) <= size
-            self.ran.append((half, size))
-            ints = jnp.zeros((len(rows.ints), self.draft_len + 4), jnp.int32)
-            if half == "draft":
-                return state.replace(lens=state.lens + 1), ints  # of proposals
-            state = state.replace(positions=state.positions + 1)
-            return state, type("Outputs", (), {"ints": ints, "logprobs": (), "prompt_logprobs": ()})
+    def verify(
+        self, leaves: Any, state: DecodeState, plan: PackedPlan, effort: Effort
+    ) -> tuple[DecodeState, Any]:
+        self._note("verify", len(plan.prompt_ids), effort, plan.rows)
+        ints = jnp.zeros((len(plan.rows.ints), self.draft_len + 4), jnp.int32)
+        outputs = type("Outputs", (), {"ints": ints, "logprobs": ints, "prompt_logprobs": ints})
+        return state.replace(positions=state.positions + 1), outputs
 
-        return run
+    def draft(
+        self, leaves: Any, state: DecodeState, rows: PackedRows, effort: Effort
+    ) -> tuple[DecodeState, Any]:
+        self._note("draft", len(rows.ints), effort, rows)
+        return state.replace(anchors=state.anchors + 1), jnp.zeros((len(rows.ints), self.draft_len))
+
+    def _note(self, half: str, size: int, effort: Effort, rows: PackedRows) -> None:
+        assert 0 < np.count_nonzero(np.asarray(rows.ints)[:, 0] >= 0) <= size
+        # Where efforts are not told apart, whatever is asked for runs the one program.
+        self.ran.append((half, size, max(effort, self.efforts[0])))
 
     def rows(self, bucket: int) -> int:
         return min(bucket, 4)
@@ -51,10 +57,13 @@ class Programs:
         assert not self.ran
 
 
+@pytest.mark.parametrize("efforts", [(Effort.FULL,), tuple(Effort)], ids=len)
 @pytest.mark.parametrize("row_buckets", [(), (1, 2)])
-def test_every_program_runs_once_at_start(row_buckets: tuple[int, ...]) -> None:
+def test_every_program_runs_once_at_start(
+    row_buckets: tuple[int, ...], efforts: tuple[Effort, ...]
+) -> None:
     buckets = (1, 4, 32)
-    programs: Any = Programs(buckets, row_buckets)
+    programs: Any = Programs(row_buckets, efforts)
     nothing: Any = None
     cfg = CFG if row_buckets else dataclasses.replace(CFG, draft=None)
     executor = Executor(
@@ -69,7 +78,8 @@ def test_every_program_runs_once_at_start(row_buckets: tuple[int, ...]) -> None:
         profile=None,
     )
     executor.warm_up()
-    expected = [("verify", b) for b in buckets] + [("draft", r) for r in row_buckets]
+    sizes = [("verify", b) for b in buckets] + [("draft", r) for r in row_buckets]
+    expected = [(*size, effort) for size in sizes for effort in efforts]
     assert sorted(programs.ran) == sorted(expected)
     for left, empty in zip(
         jax.tree.leaves(executor.state), jax.tree.leaves(executor.fresh_state()), strict=True

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.budget import BudgetPolicy, CostCurves, CostTable
+from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.packing import PackedPlan, PackedRows, unpack_rows
 from dspark_jax.decode.plan import RowFinish
-from dspark_jax.decode.state import DecodeState, Proposals
-from dspark_jax.decode.step import DeviceOutputs, ModelParams
+from dspark_jax.decode.settle import DeviceOutputs
+from dspark_jax.decode.state import DecodeState
+from dspark_jax.decode.step import ModelParams
 from dspark_jax.model.cache import PageGeometry
+from dspark_jax.serving.executables import StepLeaves
 from dspark_jax.serving.executor import Executor
 from dspark_jax.serving.policy import AdaptiveVerification
 from tests.checkpoint.tiny import tiny_config
@@ -58,13 +61,12 @@ class Programs:
 
     draft_len = DRAFT_LEN
     row_buckets = (NUM_SLOTS,)
+    efforts = (Effort.FULL,)
 
     def __init__(self) -> None:
         self.num_steps = self.num_read = 0
         self.lengths = np.zeros(NUM_SLOTS, int)
         self.limits = np.zeros(NUM_SLOTS, int)
-        self.verify = {bucket: self._verify for bucket in (8, 16, 32)}
-        self.draft = {NUM_SLOTS: self._draft}
 
     @property
     def has_ended(self) -> bool:
@@ -80,8 +82,8 @@ class Programs:
     def compile(self, params: Any, state: Any, *, progress: bool) -> None:
         pass
 
-    def _verify(
-        self, params: Any, state: DecodeState, plan: PackedPlan
+    def verify(
+        self, leaves: StepLeaves, state: DecodeState, plan: PackedPlan, effort: Effort
     ) -> tuple[DecodeState, DeviceOutputs]:
         rows = unpack_rows(plan.rows)
         num_rows = len(plan.rows.ints)
@@ -107,11 +109,11 @@ class Programs:
         self.num_steps += 1
         return state, outputs
 
-    def _draft(
-        self, params: Any, proposals: Proposals, known: DecodeState, rows: PackedRows
-    ) -> tuple[Proposals, Any]:
+    def draft(
+        self, leaves: StepLeaves, state: DecodeState, rows: PackedRows, effort: Effort
+    ) -> tuple[DecodeState, Any]:
         confidences = np.full((len(rows.ints), DRAFT_LEN), 0.8, np.float32)
-        return proposals, Result(self, self.num_steps - 1, confidences)
+        return state, Result(self, self.num_steps - 1, confidences)
 
 
 async def test_no_step_waits_for_the_one_before_it() -> None:
