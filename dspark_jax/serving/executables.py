@@ -33,16 +33,7 @@ Program = Callable[..., Any]
 
 # What XLA is told besides its defaults, by platform. On a CPU a step's time goes into matrix products, which are
 # library calls, and into loops that run as fast at level 1 as at 3: a higher level only compiles for longer.
-# On a GPU loops are recorded too, which by default are not, so that a step is a few launches.
-_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "cpu": {"xla_backend_optimization_level": 1},
-    "gpu": {
-        "xla_gpu_enable_command_buffer": (
-            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
-        ),
-        "xla_gpu_graph_min_graph_size": 1,
-    },
-}
+_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
 
 # The structure of a step's outputs.
 _LEAF: Any = 0

@@ -68,7 +68,8 @@ class Sequence:
         self._row_fields: dict[str, Any] = dict(
             limit=self.limit,
             prompt_len=len(self.prompt),
-            min_len=len(self.prompt) + sampling.min_tokens,
+            # 0 says that nothing is held back, for which there are faster programs.
+            min_len=len(self.prompt) + sampling.min_tokens if sampling.min_tokens else 0,
             stop_ids=stop_ids,
             seed=seed,
             temperature=sampling.temperature,

@@ -25,10 +25,10 @@ FLAGS = [
     "--model", str(TINY), "--load-format", "dummy", "--max-num-seqs", "2", "--max-num-batched-tokens", "16",
     "--max-model-len", "128", "--compilation-config", '{"cudagraph_capture_sizes": [16]}',
 ]  # fmt: skip
-# One layer of every kind and a drafter, or window attention alone.
+# A layer of every kind and a drafter, or no drafter and none that compresses heavily.
 DRAFTING = ["--hf-overrides", '{"num_hidden_layers": 4, "dspark_target_layer_ids": [1, 2, 3]}',
             "--speculative-config", "{}"]  # fmt: skip
-DECODING = ["--hf-overrides", '{"num_hidden_layers": 2}']
+DECODING = ["--hf-overrides", '{"num_hidden_layers": 3, "dspark_target_layer_ids": [0, 1, 2]}']
 PLAIN = {"temperature": 0.9}
 ASKS_FOR_MORE = {"temperature": 0.9, "top_k": 5, "presence_penalty": 0.5, "wants_logprobs": True}
 
