@@ -36,7 +36,7 @@ def draft_step(
     *,
     cfg: ModelConfig,
     options: DraftOptions,
-    effort: Effort = Effort.FULL,
+    effort: Effort = Effort.AS_NEEDED,
 ) -> tuple[DecodeState, jax.Array]:
     """Propose G tokens for every row that sampled in the step before and has not ended.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,18 @@ class SamplingRows(struct.PyTreeNode):
         return ~self.is_greedy & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
 
+def if_wanted(
+    effort: Effort, wanted: jax.Array, change: Callable[[jax.Array], Any], x: jax.Array
+) -> Any:
+    """`change(x)` for all effort but `AS_NEEDED`, which leaves `x` alone unless `wanted`, a bool scalar.
+
+    `change` must leave every row as it is that does not ask for it.
+    """
+    if effort is Effort.AS_NEEDED:
+        return jax.lax.cond(wanted, change, lambda x: x, x)
+    return change(x)
+
+
 def holds_stops(rows: SamplingRows, positions: jax.Array) -> jax.Array:
     """Rows whose next token, at `positions` [C], must not end the text yet: bool [C]."""
     return positions < rows.min_len  # a token at position p makes the total length p + 1
@@ -91,7 +105,12 @@ def penalize(
     return logits - rows.presence_penalty[:, None] * seen_out
 
 
-def forbid_stops(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
+def forbid_stops(
+    logits: jax.Array,
+    rows: SamplingRows,
+    positions: jax.Array,
+    effort: Effort = Effort.AS_NEEDED,
+) -> jax.Array:
     """Mask the stop ids of rows whose next token, at `positions` [C], would end the text before `min_len`."""
     early = holds_stops(rows, positions)
 
@@ -100,7 +119,7 @@ def forbid_stops(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
         row = jnp.arange(logits.shape[0])[:, None]
         return logits.at[row, ids].set(NEVER, mode="drop")
 
-    return jax.lax.cond(jnp.any(early), mask, lambda x: x, logits)
+    return if_wanted(effort, jnp.any(early), mask, logits)
 
 
 def scale_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -108,16 +127,18 @@ def scale_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     return logits / jnp.where(rows.is_greedy, 1.0, rows.temperature)[:, None]
 
 
-def shape_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+def shape_logits(
+    logits: jax.Array, rows: SamplingRows, effort: Effort = Effort.AS_NEEDED
+) -> jax.Array:
     """Temperature, then min-p, top-k and top-p: float32 [C, V] whose softmax is the sampling distribution.
 
     Greedy rows pass unchanged. Filters keep every token tied with the last one that fits.
     """
     filtered = rows.is_filtered
-    return jax.lax.cond(
+    return if_wanted(
+        effort,
         jnp.any(filtered),
         lambda x: jnp.where(filtered[:, None], _filter(x, rows), x),
-        lambda x: x,
         scale_logits(logits, rows),
     )
 
@@ -158,7 +179,7 @@ def draw(
     stream: Stream,
     anchors: jax.Array | None = None,
     *,
-    effort: Effort = Effort.FULL,
+    effort: Effort = Effort.AS_NEEDED,
 ) -> jax.Array:
     """One token per row, int32 [C]: arg-max of shaped logits [C, V], plus Gumbel noise where temperature > 0.
 
@@ -171,10 +192,7 @@ def draw(
         noise = jax.vmap(lambda key: jax.random.gumbel(key, shaped.shape[1:]))(keys)
         return shaped + jnp.where(rows.is_greedy[:, None], 0.0, noise)
 
-    if effort is Effort.PLAIN:
-        scores = noisy(shaped)
-    else:
-        scores = jax.lax.cond(jnp.all(rows.is_greedy), lambda x: x, noisy, shaped)
+    scores = if_wanted(effort, ~jnp.all(rows.is_greedy), noisy, shaped)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 

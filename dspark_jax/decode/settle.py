@@ -109,6 +109,8 @@ def _judge(
     verdict = _verify(state, rows, slots, scored, where, options, effort)
     if effort is Effort.PLAIN:
         return verdict, _no_best(scored.raw)
+    if effort is Effort.FULL:
+        return verdict, _best(scored.raw)
     wanted = jnp.any(rows.wants_logprobs | rows.wants_prompt_logprobs)
     return verdict, jax.lax.cond(wanted, _best, _no_best, scored.raw)
 

@@ -10,6 +10,7 @@ from dspark_jax.decode.sampling import (
     NEVER,
     SamplingRows,
     forbid_stops,
+    if_wanted,
     penalize,
     scale_logits,
     shape_logits,
@@ -24,7 +25,7 @@ def shaped_logits(
     slots: jax.Array,
     counts: TokenCounts,
     drafted: jax.Array | None,
-    effort: Effort = Effort.FULL,
+    effort: Effort = Effort.AS_NEEDED,
 ) -> jax.Array:
     """Sampling distribution of raw logits [C, V] for the token at `positions` [C], as shaped logits.
 
@@ -41,8 +42,8 @@ def shaped_logits(
             output = output.at[jnp.arange(raw.shape[0])[:, None], column].add(1, mode="drop")
         return penalize(raw, sampling, output, counts.prompt[slots])
 
-    penalized = jax.lax.cond(jnp.any(sampling.has_penalty), with_penalties, lambda x: x, raw)
-    return shape_logits(forbid_stops(penalized, sampling, positions), sampling)
+    penalized = if_wanted(effort, jnp.any(sampling.has_penalty), with_penalties, raw)
+    return shape_logits(forbid_stops(penalized, sampling, positions, effort), sampling, effort)
 
 
 def only_the_best(shaped: jax.Array) -> jax.Array:

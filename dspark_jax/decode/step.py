@@ -34,7 +34,7 @@ def verify_step(
     *,
     cfg: ModelConfig,
     options: StepOptions,
-    effort: Effort = Effort.FULL,
+    effort: Effort = Effort.AS_NEEDED,
 ) -> tuple[DecodeState, DeviceOutputs]:
     """Advance every planned row: its pending draft is verified or its prompt chunk fed, and one token is drawn.
 

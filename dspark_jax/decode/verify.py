@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.decode.effort import Effort
-from dspark_jax.decode.sampling import NEVER, SamplingRows, Stream, draw, uniform
+from dspark_jax.decode.sampling import NEVER, SamplingRows, Stream, draw, if_wanted, uniform
 
 RESIDUAL_FLOOR = (
     1e-8  # below this mass the residual is rounding noise and the target itself is drawn from
@@ -60,7 +60,7 @@ def verify_standard(
     rows: SamplingRows,
     judge: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     *,
-    effort: Effort = Effort.FULL,
+    effort: Effort = Effort.AS_NEEDED,
 ) -> Verdict:
     """Rejection sampling (Leviathan et al. 2023; greedy is its limit at temperature 0).
 
@@ -98,11 +98,7 @@ def verify_standard(
         usable = rejected & ~rows.is_greedy & (jnp.sum(residual, axis=-1) > RESIDUAL_FLOOR)
         return jnp.where(usable[:, None], jnp.log(residual), final)
 
-    if effort is Effort.PLAIN:
-        final = with_residual(final)
-    else:
-        needs = jnp.any(rejected & ~rows.is_greedy)
-        final = jax.lax.cond(needs, with_residual, lambda x: x, final)
+    final = if_wanted(effort, jnp.any(rejected & ~rows.is_greedy), with_residual, final)
     place = where.positions + accept_lens + 1
     last = draw(final, rows, place, Stream.TARGET, effort=effort)
     return Verdict(_append(draft_tokens, last, accept_lens), accept_lens)
@@ -115,7 +111,7 @@ def verify_coupled(
     rows: SamplingRows,
     row_of: jax.Array,
     *,
-    effort: Effort = Effort.FULL,
+    effort: Effort = Effort.AS_NEEDED,
 ) -> Verdict:
     """The target draws every row with its own noise; a draft is accepted where it is that very token.
 

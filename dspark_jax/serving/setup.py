@@ -146,8 +146,7 @@ class Setup:
             method=Method(speculative.rejection_sample_method if speculative else "standard"),
             greedy_drafts=speculative is not None and speculative.draft_sample_method == "greedy",
             dispatch=default_dispatch(),
-            # On a CPU branches cost nothing, and compiling does.
-            efforts=tuple(Effort) if self.on_gpu else (Effort.FULL,),
+            efforts=(Effort.PLAIN, Effort.FULL) if self.on_gpu else (Effort.AS_NEEDED,),
             store=ProgramStore(self.cache_dir / "programs"),
         )
 

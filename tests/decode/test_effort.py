@@ -46,11 +46,37 @@ def test_what_suffices_gives_the_same_bits(greedy_every: int) -> None:
     drafter = rng.normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
     temperature = np.where(np.arange(1, ROWS + 1) % greedy_every == 0, 0.0, 0.7)
     rows = sampling_rows(ROWS, 1, temperature=temperature.astype(np.float32))
-    expected = judge(target, drafter, rows, effort=Effort.FULL)
+    expected = judge(target, drafter, rows, effort=Effort.AS_NEEDED)
     accept_lens = np.asarray(expected[1].accept_lens)
     assert 0 < accept_lens.sum() < DRAFTS * ROWS, "one side of the test only"
-    actual = judge(target, drafter, rows, effort=Effort.PLAIN)
+    for effort in (Effort.PLAIN, Effort.FULL):
+        actual = judge(target, drafter, rows, effort=effort)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_doing_everything_leaves_rows_alone_that_do_not_ask() -> None:
+    rng = np.random.default_rng(7)
+    target = rng.normal(0, 2, (ROWS * (DRAFTS + 1), VOCAB)).astype(np.float32)
+    drafter = rng.normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
+    turn = np.arange(ROWS) % 6
+    rows = sampling_rows(
+        ROWS,
+        1,
+        temperature=np.where(turn == 0, 0.0, 0.7).astype(np.float32),
+        top_k=np.where(turn == 1, 3, 0).astype(np.int32),
+        top_p=np.where(turn == 2, 0.8, 1.0).astype(np.float32),
+        min_p=np.where(turn == 3, 0.2, 0.0).astype(np.float32),
+        repetition_penalty=np.where(turn == 4, 1.5, 1.0).astype(np.float32),
+        min_len=np.where(turn == 5, 99, 0).astype(np.int32),
+    )
+    rows = rows.replace(stop_ids=rows.stop_ids.at[:, 0].set(3))
+    expected = judge(target, drafter, rows, effort=Effort.AS_NEEDED)
+    actual = judge(target, drafter, rows, effort=Effort.FULL)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    plain = judge(target, drafter, rows, effort=Effort.PLAIN)
+    asks_nothing = turn == 0
+    np.testing.assert_array_equal(plain[0][asks_nothing], expected[0][asks_nothing])
+    assert not np.array_equal(plain[0], expected[0]), "nobody asked for anything"
 
 
 def effort_of(*rows: RowPlan) -> Effort:

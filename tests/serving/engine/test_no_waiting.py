@@ -61,7 +61,7 @@ class Programs:
 
     draft_len = DRAFT_LEN
     row_buckets = (NUM_SLOTS,)
-    efforts = (Effort.FULL,)
+    efforts = (Effort.AS_NEEDED,)
 
     def __init__(self) -> None:
         self.num_steps = self.num_read = 0
