@@ -121,9 +121,14 @@ def draw_cost(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _curves(data: Mapping[str, Any], scenario: str) -> Sequence[Mapping[str, Any]]:
-    """Step times that a scenario's server measured at its last start that measured any."""
-    mine = [start["curves"] for start in data["starts"] if start["scenario"] == scenario]
-    return next((curves for curves in reversed(mine) if curves), ())
+    """Step times that a scenario's server measured at its last start that measured any.
+
+    None for a server that took them from the profile which an earlier scenario's had stored: they are shown there.
+    """
+    last = {start["scenario"]: start["curves"] for start in data["starts"] if start["curves"]}
+    names = list(data["settings"])
+    earlier = [last.get(name) for name in names[: names.index(scenario)]]
+    return () if last.get(scenario) in earlier else last.get(scenario, ())
 
 
 def _cost_picture(scenario: str) -> str:
