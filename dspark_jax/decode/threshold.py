@@ -1,7 +1,6 @@
 """Where filters cut a row of logits, and its largest values, without sorting the row.
 
-A sort of a large vocabulary is dear, and XLA does not record one in a GPU's command buffer: a program with a sort
-in a branch stops its host until the branch is reached. A cut is found by halving the space of float32.
+A sort of a large vocabulary is dear. A cut is found by halving the space of float32.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.draft.params import DraftParams
-from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.dispatch import Backend, Dispatch
 from dspark_jax.model import attention as attn
 from dspark_jax.model import hyper, moe
 from dspark_jax.model.layers import linear, rms_norm, rotary_frequencies
@@ -39,19 +39,16 @@ def context_rows(
     features = linear(taps.reshape(taps.shape[0], -1), w_main)
     features = rms_norm(features, params.g_main, cfg.rms_norm_eps)
     frequencies = rotary_frequencies(cfg, compressed=False)
-    stages = params.stages.w_kv.shape[0]
-    return jnp.stack(
-        [
-            attn.latent_rows(
-                features,
-                layer_block(params.stages, i, dispatch),
-                positions,
-                frequencies,
-                cfg.rms_norm_eps,
-            )
-            for i in range(stages)
-        ]
-    )
+
+    def rows(stage: Block) -> jax.Array:
+        return attn.latent_rows(features, stage, positions, frequencies, cfg.rms_norm_eps)
+
+    stages = params.stages
+    if isinstance(stages.w_kv, jax.Array) and dispatch.backend is not Backend.PALLAS:
+        # One product for all: each call of a small one costs a CPU more than its sums.
+        return jax.vmap(rows)(stages)
+    count = stages.w_kv.shape[0]
+    return jnp.stack([rows(layer_block(stages, i, dispatch)) for i in range(count)])
 
 
 def write_context(

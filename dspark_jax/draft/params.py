@@ -80,10 +80,11 @@ def draft_by_stage(params: DraftParams) -> DraftParams:
 def draft_by_column(params: DraftParams) -> DraftParams:
     """The same drafter with its float32 matrices as `by_column` keeps them: what a CPU serves with.
 
-    Not those that make context rows: every step of one request multiplies one row by them, even while the drafter
-    rests, which takes four times as long from two bytes a value.
+    Those that make context rows stay float32: every step of one request multiplies one row by them, even while the
+    drafter rests, which takes four times as long from two bytes a value.
     """
     return params.replace(
+        w_main=by_column(params.w_main, is_wide=True),
         stages=block_by_column(params.stages).replace(w_kv=params.stages.w_kv),
         markov_w2=by_column(params.markov_w2),
     )

@@ -50,11 +50,12 @@ Weight = jax.Array | Fp8Weight | Fp4Weight
 
 
 class ColumnWeight(struct.PyTreeNode):
-    """`bits` [..., K, N] uint16, the bfloat16 patterns of the transposed matrix: what a CPU multiplies by.
+    """`bits` [..., K, N], the transposed matrix: what a CPU multiplies by.
 
-    A product on a CPU wants float32 inputs first, and XLA copies a layer out of its stack in any case. Widening
-    by a shift on the way reads half the bytes, and the product needs no transposition of its own. The type is
-    not bfloat16 because XLA would widen the whole stack ahead of the loop over layers.
+    They are uint16, the patterns of bfloat16, or float32. A product on a CPU wants float32 inputs first, and XLA
+    copies a layer out of its stack in any case. Widening by a shift on the way reads half the bytes, and the
+    product needs no transposition of its own. The type is not bfloat16 because XLA would widen the whole stack
+    ahead of the loop over layers.
     """
 
     bits: jax.Array
@@ -109,21 +110,25 @@ def dequantize(weight: Weight | ColumnWeight, dtype: jnp.dtype | type = jnp.floa
         scale = exponent_to_scale(unpack_fp4_scale(weight.scale, weight.shape[-1]))
         return (values * jnp.repeat(scale, FP4_RUN, -1)).astype(dtype)
     if isinstance(weight, ColumnWeight):
-        wide = jax.lax.bitcast_convert_type(weight.bits.astype(jnp.uint32) << 16, jnp.float32)
+        wide = weight.bits
+        if wide.dtype == jnp.uint16:
+            wide = jax.lax.bitcast_convert_type(wide.astype(jnp.uint32) << 16, jnp.float32)
         return jnp.swapaxes(wide, -1, -2).astype(dtype)
     return weight.astype(dtype)
 
 
-def by_column(matrix: Weight) -> Any:
+def by_column(matrix: Weight, *, is_wide: bool = False) -> Any:
     """A float32 matrix [..., N, K] as `ColumnWeight` if bfloat16 holds every value; anything else as it is.
 
-    It is typed as the array whose place it takes in a tree; `dequantize` and `take` know it, kernels do not.
+    With `is_wide` its values stay float32: faster where a matrix stands alone and meets few rows. It is typed as the array whose place it takes in a tree; `dequantize` and `take` know it, kernels do not.
     Released values all fit: fp8 and fp4 have at most four significant bits, and their scales are powers of two.
     """
     if not isinstance(matrix, jax.Array) or matrix.dtype != jnp.float32:
         return matrix
     # On the host: XLA would compile each of these operations for every shape of a model.
     patterns = np.asarray(matrix).view(np.uint32)
+    if is_wide:
+        return ColumnWeight(jnp.asarray(np.swapaxes(patterns, -1, -2).copy().view(np.float32)))
     if np.any(patterns & 0xFFFF):
         return matrix
     return ColumnWeight(jnp.asarray(np.swapaxes(patterns >> 16, -1, -2).astype(np.uint16)))

@@ -34,7 +34,7 @@ class Forward(struct.PyTreeNode):
 
 class _Carry(NamedTuple):
     streams: jax.Array  # [T, N, M]
-    taps: jax.Array | None
+    taps: jax.Array | None  # [taps + 1, T, M]
     csa_entries: jax.Array | None
     index_keys: jax.Array | None
     hca_entries: jax.Array | None
@@ -69,7 +69,8 @@ def forward(
     """
     streams = hyper.spread(params.embed[batch.token_ids], cfg.hc_mult)
     tokens, width = streams.shape[0], cfg.hidden_size
-    taps = jnp.zeros((tokens, len(tap_layers), width), streams.dtype) if tap_layers else None
+    # One more than wanted: where the layers write that nobody reads.
+    taps = jnp.zeros((len(tap_layers) + 1, tokens, width), streams.dtype) if tap_layers else None
     carry = _Carry(streams, taps, cache.csa_entries, cache.index_keys, cache.hca_entries)
     frame = attn.Frame(batch, page_table, dispatch)
     tap_index = np.full(cfg.num_hidden_layers, len(tap_layers), np.int32)
@@ -91,7 +92,9 @@ def forward(
                 if carry.taps is not None:
                     place = jnp.asarray(tap_index)[layer]
                     mean = jnp.mean(carry.streams, axis=1, dtype=jnp.float32)
-                    tapped = carry.taps.at[:, place].set(mean.astype(carry.taps.dtype), mode="drop")
+                    tapped = jax.lax.dynamic_update_index_in_dim(
+                        carry.taps, mean.astype(carry.taps.dtype), place, axis=0
+                    )
                     carry = carry._replace(taps=tapped)
                 rows.append(layer_rows)
             return carry, tuple(rows)
@@ -105,7 +108,7 @@ def forward(
         hidden = rms_norm(hidden, params.g_norm, cfg.rms_norm_eps)
     return Forward(
         hidden=hidden,
-        taps=carry.taps,
+        taps=None if carry.taps is None else jnp.moveaxis(carry.taps[:-1], 0, 1),
         rows=_stack_rows(cfg, collected),
         cache=cache.replace(
             csa_entries=carry.csa_entries,

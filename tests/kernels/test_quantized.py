@@ -23,8 +23,11 @@ def test_columns_hold_released_values() -> None:
 
 
 def test_a_value_beyond_bfloat16_keeps_float32() -> None:
-    matrix = jnp.array([[1.0, 1 + 2**-8]])  # bfloat16 has seven bits behind the point
+    matrix = jnp.array([[1.0, 1 + 2**-8], [3.0, 4.0]])  # bfloat16 has seven bits behind the point
     assert by_column(matrix) is matrix
+    wide = by_column(matrix, is_wide=True)
+    assert wide.bits.dtype == jnp.float32
+    np.testing.assert_array_equal(dequantize(wide), matrix)
 
 
 def test_bfloat16_and_quantized_weights_stay() -> None:
