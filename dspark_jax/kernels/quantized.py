@@ -120,8 +120,9 @@ def dequantize(weight: Weight | ColumnWeight, dtype: jnp.dtype | type = jnp.floa
 def by_column(matrix: Weight, *, is_wide: bool = False) -> Any:
     """A float32 matrix [..., N, K] as `ColumnWeight` if bfloat16 holds every value; anything else as it is.
 
-    With `is_wide` its values stay float32: faster where a matrix stands alone and meets few rows. It is typed as the array whose place it takes in a tree; `dequantize` and `take` know it, kernels do not.
-    Released values all fit: fp8 and fp4 have at most four significant bits, and their scales are powers of two.
+    With `is_wide` its values stay float32: faster where a matrix stands alone and meets few rows. It is typed as
+    the array whose place it takes in a tree; `dequantize` and `take` know it, kernels do not. Released values all
+    fit: fp8 and fp4 have at most four significant bits, and their scales are powers of two.
     """
     if not isinstance(matrix, jax.Array) or matrix.dtype != jnp.float32:
         return matrix
