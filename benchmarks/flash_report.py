@@ -175,6 +175,7 @@ def _throughput(results: Results) -> list[dict[str, Any]]:
                 "budget per step": result.get("dspark_verification_budget"),
                 "ms per step": device_ms / steps if steps else None,
                 "host ms per step": result.get("dspark_median_host_time_ms"),
+                "of it launching": result.get("dspark_median_launch_time_ms"),
                 "outside steps": max(0.0, 1 - device_ms / 1e3 / result["duration"]),
             }
         )

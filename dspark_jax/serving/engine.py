@@ -290,7 +290,9 @@ class Engine:
             drafts=size.drafts,
             min_depth=size.min_depth,
         )
+        planned = time.perf_counter()
         pending = self._executor.dispatch(plan)
+        launch_s = time.perf_counter() - planned
         number = self._num_steps
         self._num_steps += 1
         mark_dispatched(schedule, size, number)
@@ -304,6 +306,7 @@ class Engine:
             pending=pending,
             dispatched_at=now,
             planning_s=now - started,
+            launch_s=launch_s,
         )
 
     def _land(self, step: StepInFlight) -> None:
@@ -356,6 +359,7 @@ class Engine:
                 budget=step.size.budget,
                 step_ms=step_ms,
                 host_s=step.planning_s + time.perf_counter() - landed_at,
+                launch_s=step.launch_s,
                 host_cpu_s=host_cpu_s,
                 scheduled=landing.scheduled,
                 admitted=landing.admitted,

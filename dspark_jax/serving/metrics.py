@@ -56,13 +56,15 @@ class StepReport:
     policy's expectations, None where it made none; `num_sanitised` counts the confidences that it could
     not use as they were. `host_s` is host time spent on the step outside
     waiting for the device; where the host's processors are shared, with the device's own threads for example, it
-    includes the time in which others had them. `host_cpu_s` is the processor time alone.
+    includes the time in which others had them. `launch_s` is the part of it in which the programs were handed to
+    the device. `host_cpu_s` is the processor time alone.
     """
 
     bucket: int
     budget: int
     step_ms: float
     host_s: float
+    launch_s: float
     host_cpu_s: float
     scheduled: np.ndarray
     admitted: np.ndarray
@@ -231,6 +233,11 @@ class Metrics:
         self.host_time = self._histogram(
             "dspark:host_time_seconds", "Host time of a step outside waiting.", _HOST_S
         ).labels(**own)
+        self.launch_time = self._histogram(
+            "dspark:launch_time_seconds",
+            "Host time in which a step is handed to the device.",
+            _HOST_S,
+        ).labels(**own)
         self.host_cpu_time = self._histogram(
             "dspark:host_cpu_seconds", "Processor time of the engine's thread for a step.", _HOST_S
         ).labels(**own)
@@ -265,6 +272,7 @@ class Metrics:
         if report.predicted_ms is not None:
             self.predicted_step_ms[report.bucket].observe(report.predicted_ms)
         self.host_time.observe(report.host_s)
+        self.launch_time.observe(report.launch_s)
         self.host_cpu_time.observe(report.host_cpu_s)
         for counter, count in (
             (self.drafter_skipped_steps, report.is_drafter_skipped),

@@ -39,6 +39,7 @@ class StepInFlight:
     pending: PendingStep
     dispatched_at: float
     planning_s: float
+    launch_s: float  # the part of it spent in `Executor.dispatch`
 
     def serials(self, outputs: StepOutputs) -> np.ndarray:
         """int [R], serial of the proposal each row made, `NO_PROPOSAL` where it made none."""

@@ -16,6 +16,7 @@ def report(**fields):
             "budget": 0,
             "step_ms": 4.0,
             "host_s": 1e-3,
+            "launch_s": 3e-4,
             "host_cpu_s": 5e-4,
             **defaults,
             **fields,
@@ -69,6 +70,7 @@ def test_steps_are_timed_by_bucket():
     assert sample(metrics, "dspark:predicted_step_ms_count", bucket="16") is None
     assert sample(metrics, "dspark:verification_budget_sum") == 5
     assert sample(metrics, "dspark:host_time_seconds_sum") == pytest.approx(2e-3)
+    assert sample(metrics, "dspark:launch_time_seconds_sum") == pytest.approx(6e-4)
     assert sample(metrics, "dspark:host_cpu_seconds_sum") == pytest.approx(1e-3)
     assert sample(metrics, "dspark:predicted_accepted_tokens_sum") == 3.9
     assert sample(metrics, "dspark:accepted_tokens_sum") == 4

@@ -14,6 +14,7 @@ _BUDGET = "dspark:verification_budget"
 # Metric of seconds per step and what its figures are called in a result.
 _STEP_TIMES = {
     "dspark:host_time_seconds": "host_time_ms",
+    "dspark:launch_time_seconds": "launch_time_ms",
     "dspark:host_cpu_seconds": "host_cpu_ms",
 }
 _ADMITTED = "dspark:draft_tokens_admitted_total"
@@ -73,6 +74,8 @@ def server_side_metrics(before: MetricsSnapshot, after: MetricsSnapshot) -> dict
         * `dspark_host_time_ms`, `dspark_median_host_time_ms`: mean and median time per step that the
           host spends outside device work; the median is interpolated between the histogram's bounds.
           Where the device's threads share the processors, it includes the time in which those had them;
+        * `dspark_launch_time_ms`, `dspark_median_launch_time_ms`: the part of it in which the host hands the
+          step's programs to the device;
         * `dspark_host_cpu_ms`, `dspark_median_host_cpu_ms`: processor time per step of the engine's thread
           alone.
 

@@ -76,6 +76,10 @@ dspark:host_time_seconds_bucket{{le="0.003"}} {steps}
 dspark:host_time_seconds_bucket{{le="+Inf"}} {steps}
 dspark:host_time_seconds_count {steps}
 dspark:host_time_seconds_sum {host}
+dspark:launch_time_seconds_bucket{{le="0.0005"}} {steps}
+dspark:launch_time_seconds_bucket{{le="+Inf"}} {steps}
+dspark:launch_time_seconds_count {steps}
+dspark:launch_time_seconds_sum {launch}
 dspark:host_cpu_seconds_bucket{{le="0.001"}} {steps}
 dspark:host_cpu_seconds_bucket{{le="+Inf"}} {steps}
 dspark:host_cpu_seconds_count {steps}
@@ -83,11 +87,13 @@ dspark:host_cpu_seconds_sum {cpu}
 """
 BEFORE = {
     "drafts": 10, "scheduled": 70, "accepted": 30, "first": 20, "second": 10,
-    "admitted": 50, "trimmed": 20, "steps": 5, "budget": 50, "host": 0.5, "quick": 5, "cpu": 0.002,
+    "admitted": 50, "trimmed": 20, "steps": 5, "budget": 50, "host": 0.5, "quick": 5,
+    "cpu": 0.002, "launch": 0.01,
 }  # fmt: skip
 AFTER = {
     "drafts": 30, "scheduled": 210, "accepted": 58, "first": 36, "second": 22,
-    "admitted": 130, "trimmed": 80, "steps": 13, "budget": 130, "host": 0.516, "quick": 7, "cpu": 0.008,
+    "admitted": 130, "trimmed": 80, "steps": 13, "budget": 130, "host": 0.516, "quick": 7,
+    "cpu": 0.008, "launch": 0.012,
 }  # fmt: skip
 
 
@@ -110,6 +116,8 @@ def test_server_side_differences():
             "dspark_host_time_ms": 2.0,
             # Of 8 steps 2 took up to 1 ms and 6 up to 3 ms: the fourth is a third of the way.
             "dspark_median_host_time_ms": 1 + 2 * 2 / 6,
+            "dspark_launch_time_ms": 0.25,
+            "dspark_median_launch_time_ms": 0.25,
             "dspark_host_cpu_ms": 0.75,
             "dspark_median_host_cpu_ms": 0.5,
         }
