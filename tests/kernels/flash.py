@@ -12,13 +12,14 @@ import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig, config_from_dict
 from dspark_jax.decode.draft_step import DraftOptions, draft_step
+from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.options import StepOptions
 from dspark_jax.decode.packing import PackedPlan, PackedRows
 from dspark_jax.decode.row_layout import NUM_FLOATS, NUM_INTS
 from dspark_jax.decode.state import init_state
 from dspark_jax.decode.step import ModelParams, verify_step
 from dspark_jax.decode.verify import Method
-from dspark_jax.draft.params import draft_specs
+from dspark_jax.draft.params import draft_by_stage, draft_specs
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.model.params import Spec, param_specs
@@ -72,11 +73,12 @@ def abstract_tree(specs: Any, cfg: ModelConfig) -> Any:
 
 
 def steps(
-    cfg: ModelConfig, *, tokens: int, rows: int, dispatch: Dispatch
+    cfg: ModelConfig, *, tokens: int, rows: int, dispatch: Dispatch, effort: Effort
 ) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Both halves of an engine step over quantised weights: name -> function, its abstract arguments."""
+    """Both halves of a step over quantised weights, as a GPU serves them: name -> function, abstract arguments."""
     params = ModelParams(
-        target=abstract_tree(param_specs(cfg), cfg), draft=abstract_tree(draft_specs(cfg), cfg)
+        target=abstract_tree(param_specs(cfg), cfg),
+        draft=draft_by_stage(abstract_tree(draft_specs(cfg), cfg)),
     )
     state = jax.eval_shape(
         lambda: init_state(
@@ -101,7 +103,6 @@ def steps(
         tokens=tokens, logit_rows=tokens, method=Method.STANDARD, dispatch=dispatch
     )
     drafting = DraftOptions(method=Method.STANDARD, greedy_drafts=False, dispatch=dispatch)
-    return {
-        "verify": (partial(verify_step, cfg=cfg, options=options), (params, state, plan)),
-        "draft": (partial(draft_step, cfg=cfg, options=drafting), (params, state, packed)),
-    }
+    verify = partial(verify_step, cfg=cfg, options=options, effort=effort)
+    draft = partial(draft_step, cfg=cfg, options=drafting, effort=effort)
+    return {"verify": (verify, (params, state, plan)), "draft": (draft, (params, state, packed))}
