@@ -62,6 +62,7 @@ async def measure(options: PromptLengthOptions) -> int:
                     temperature=options.temperature,
                     seed=seed,
                     ignore_eos=True,
+                    logprobs=0,
                 )
                 for seed, passage in enumerate(passages)
             ]
@@ -72,6 +73,8 @@ async def measure(options: PromptLengthOptions) -> int:
             accepted_lens = np.array([s["mean_acceptance_length"] for s in stats])
             shortest = accepted_lens if length == options.lengths[0] else shortest
             change = accepted_lens - shortest
+            scores = [answer.response["choices"][0]["logprobs"] for answer in answers]
+            surprise = -np.mean([np.mean(score["token_logprobs"]) for score in scores])
             rates = counts["spec_decode_per_position_acceptance_rates"]
             rows.append(
                 {
@@ -80,6 +83,7 @@ async def measure(options: PromptLengthOptions) -> int:
                     "accepted length": counts["spec_decode_acceptance_length"],
                     "change per passage": float(change.mean()),
                     "its standard error": float(change.std(ddof=1) / len(change) ** 0.5),
+                    "target's nats per token": float(surprise),
                     **{f"position {i}": rate for i, rate in enumerate(rates, 1)},
                 }
             )
@@ -92,7 +96,10 @@ async def measure(options: PromptLengthOptions) -> int:
         ),
         is_kept=all(row["accepted length"] >= floor for row in rows),
         rows=rows,
-        notes=("Positions: share of drafts whose token there, and all before it, was accepted.",),
+        notes=(
+            "Positions: share of drafts whose token there, and all before it, was accepted.",
+            "Nats: how uncertain the target itself is of what it writes; the more, the less is accepted.",
+        ),
         options=options,
     ).finish(options.output)
 

@@ -229,11 +229,11 @@ class Executables:
             step = jax.jit(partial(run_settle, effort), donate_argnums=1)
             return step.lower(context, state, plan.rows, scored)
 
-        # Its shapes follow from the rest, and only a trace knows them.
+        # Its shapes follow from the rest and the dtype of the target's streams; only a trace knows them.
         unknown = scored_tree(state.cache, _abstract_array((), jnp.int32), with_taps=with_taps)
         for effort in self.efforts:
             self._settle[bucket, effort] = self._load_or_compile(
-                f"settle {options} {effort!r}\n{drafter}",
+                f"settle {options} {effort!r} {params.target.embed.dtype}\n{drafter}",
                 (context, state, plan.rows, unknown),
                 (state, _OUTPUTS),
                 partial(lower_settle, effort),
