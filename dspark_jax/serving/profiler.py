@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Contexts that are measured, as fractions of the asked one; costs at others are interpolated. The shortest is that
-# of a chat's first answers: on a CPU a step then takes two thirds of what it takes at the next.
-_CONTEXT_DIVISORS = (32, 8, 1)
+# The second context point, from which costs at other contexts are interpolated.
+_SHORT_CONTEXT_DIVISOR = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ class ProfileSettings:
         context = resolve_context_len(config.profile_context_len, os.environ, max_model_len)
         # Room for the draft that a profiled step appends.
         context = max(min(context, max_model_len - 16), 1)
-        contexts = tuple(sorted({max(context // divisor, 1) for divisor in _CONTEXT_DIVISORS}))
+        short = max(context // _SHORT_CONTEXT_DIVISOR, 1)
         assert config.speculative_config is not None
         flags = {
             "model": str(config.model_folder.resolve()),
@@ -73,11 +72,11 @@ class ProfileSettings:
             "dtype": config.dtype,
             "kv_cache_dtype": config.kv_cache_dtype,
             "buckets": list(buckets),
-            "context_lens": list(contexts),
+            "context_lens": sorted({short, context}),
         }
         name = hashlib.sha256(json.dumps(flags, sort_keys=True).encode()).hexdigest()[:16]
         return cls(
-            context_lens=contexts,
+            context_lens=tuple(sorted({short, context})),
             capture_limit=buckets[-1],
             correct_live=config.speculative_config.enable_live_correction,
             cache_file=None if config.no_profile_cache else cache_dir / "profiles" / f"{name}.json",
