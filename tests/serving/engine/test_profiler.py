@@ -40,3 +40,29 @@ def test_a_burst_of_other_load_does_not_spoil_one_shape(monkeypatch: pytest.Monk
     assert num_runs == 15
     times = [table.step_ms(n, 1, draft=False, context_len=16.0) for n in (1, 2, 4)]
     assert times == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("device_ms", "launch_ms", "expected_ms"),
+    [(8.0, 2.0, 8.0), (2.0, 8.0, 8.0)],
+    ids=["device", "host"],
+)
+def test_a_step_takes_as_long_as_the_slower_of_host_and_device(
+    device_ms: float, launch_ms: float, expected_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs queue up on the device, and launching them takes the host's time."""
+    now = idle_at = 0.0
+
+    def launch() -> float:
+        nonlocal now, idle_at
+        now += launch_ms / 1e3
+        idle_at = max(idle_at, now) + device_ms / 1e3
+        return idle_at
+
+    def wait(end: float) -> None:
+        nonlocal now
+        now = max(now, end)
+
+    monkeypatch.setattr(profiler, "jax", SimpleNamespace(block_until_ready=wait))
+    monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert profiler._time_ms(launch) == pytest.approx(expected_ms)
