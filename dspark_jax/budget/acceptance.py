@@ -1,16 +1,13 @@
-"""How much more, or less, is accepted than the drafter's confidences promise."""
-
-import numpy as np
-
-from dspark_jax.budget.confidences import clean_confidences
+"""How much more, or less, is accepted than steps were sized for."""
 
 
 class AcceptanceCorrection:
     """Bounded ratio accepted / promised of the drafts that were verified, with old ones forgotten.
 
-    Confidences are calibrated once, at one temperature and on one kind of text. At temperature 0 a
-    drafter so calibrated is too modest, and the budget too small. Survivals are multiplied by the
-    ratio before a step is sized.
+    Promised is what the sizing of a step expected, from confidences of earlier proposals. They are
+    calibrated once, at one temperature and on one kind of text: at temperature 0 a drafter so
+    calibrated is too modest. A request without history counts as certain, and the largest of many
+    uncertain predictions is too high. Survivals are multiplied by the ratio before a step is sized.
 
     Exactness: the ratio may be used for a proposal as long as it holds verdicts on earlier ones
     only (DSpark paper, section 5.2). A verdict that has landed before a step is dispatched is older
@@ -46,23 +43,19 @@ class AcceptanceCorrection:
         self._promised = prior
         self._accepted = prior
 
-    def observe(self, confidences: np.ndarray, admitted: np.ndarray, accepted: np.ndarray) -> None:
+    def observe(self, promised: float, accepted: float, num_proposals: int) -> None:
         """Learn from one step's verdicts.
 
         Args:
-            confidences: float32[N, G], conditional, of the proposals that were verified; NaN reads
-                as 0 and the rest is clamped to [0, 1].
-            admitted: int[N], drafts verified, 0..G.
-            accepted: int[N], of those, the accepted ones.
+            promised: accepted drafts that the step was sized for, before this correction.
+            accepted: drafts that were accepted.
+            num_proposals: proposals of which drafts were verified.
         """
-        num_verified = int(np.count_nonzero(admitted))
-        if not num_verified:
+        if not (num_proposals and promised > 0.0):
             return
-        survival = np.cumprod(clean_confidences(confidences), axis=1, dtype=np.float64)
-        is_admitted = np.arange(confidences.shape[1]) < admitted[:, None]
-        kept = 0.5 ** (num_verified / self.half_life)
-        self._promised = kept * self._promised + float(survival[is_admitted].sum())
-        self._accepted = kept * self._accepted + float(accepted.sum())
+        kept = 0.5 ** (num_proposals / self.half_life)
+        self._promised = kept * self._promised + promised
+        self._accepted = kept * self._accepted + accepted
 
     @property
     def ratio(self) -> float:

@@ -345,7 +345,7 @@ class Engine:
     ) -> None:
         """Let the policy and the metrics learn from a step."""
         confidences = self._confidences[step.slots[landing.verified_rows]]
-        self._policy.on_verdicts(confidences, landing.admitted, landing.accepted)
+        self._policy.on_verdicts(step.schedule, step.size, landing.admitted, landing.accepted)
         if step.size.drafts:
             serials = step.serials(outputs)
             self._policy.on_landing(step.slots, serials, outputs.confidences)

@@ -35,6 +35,7 @@ class StepSize:
     predicted_accepted: float | None = None
     min_depth: int = 0
     num_sanitised: int = 0  # confidences that were no probabilities
+    acceptance_ratio: float = 1.0  # factor within `predicted_accepted`
     context_len: float = 0.0  # cached positions per request that the prediction assumed
 
 
@@ -63,9 +64,12 @@ class VerificationPolicy(Protocol):
         ...
 
     def on_verdicts(
-        self, confidences: np.ndarray, admitted: np.ndarray, accepted: np.ndarray
+        self, schedule: Schedule, size: StepSize, admitted: np.ndarray, accepted: np.ndarray
     ) -> None:
-        """What came of N proposals in a landed step: their confidences float32 [N, G], and counts int [N]."""
+        """What came of N proposals in a landed step, drafts admitted and accepted, int [N].
+
+        Requests that had ended meanwhile are not among them.
+        """
         ...
 
     def on_step_time(self, schedule: Schedule, size: StepSize, measured_ms: float) -> None:
@@ -83,7 +87,7 @@ class _WithoutHistory:
         pass
 
     def on_verdicts(
-        self, confidences: np.ndarray, admitted: np.ndarray, accepted: np.ndarray
+        self, schedule: Schedule, size: StepSize, admitted: np.ndarray, accepted: np.ndarray
     ) -> None:
         pass
 
@@ -151,6 +155,7 @@ class AdaptiveVerification:
             return self._without_decision(schedule, 0, drafts, context_len)
         slots = np.array([r.sequence.slot for r in rows])
         pending_serials = np.array([r.sequence.proposal_serial for r in rows])
+        ratio = 1.0 if self._acceptance is None else self._acceptance.ratio
         decision = choose_budget(
             self._snapshots.read(slots, pending_serials),
             np.array([r.row.draft_cap for r in rows]),
@@ -160,7 +165,7 @@ class AdaptiveVerification:
             context_len,
             BudgetLimits(max_logit_rows=num_rows + schedule.max_budget),
             self._objective,
-            acceptance_ratio=1.0 if self._acceptance is None else self._acceptance.ratio,
+            acceptance_ratio=ratio,
         )
         mode = DraftMode.DRAFT if skipper is None else skipper.update(decision)
         if mode is DraftMode.DRAFT:
@@ -172,6 +177,7 @@ class AdaptiveVerification:
                 min_depth=self._objective.min_depth,
                 num_sanitised=decision.num_sanitised,
                 context_len=context_len,
+                acceptance_ratio=ratio,
             )
         # A step that skips the drafter still verifies what the step before it drafted.
         budget = 0 if mode is DraftMode.PROBE else decision.budget
@@ -212,10 +218,14 @@ class AdaptiveVerification:
         self._snapshots.record(slots, serials, confidences)
 
     def on_verdicts(
-        self, confidences: np.ndarray, admitted: np.ndarray, accepted: np.ndarray
+        self, schedule: Schedule, size: StepSize, admitted: np.ndarray, accepted: np.ndarray
     ) -> None:
-        if self._acceptance is not None:
-            self._acceptance.observe(confidences, admitted, accepted)
+        if self._acceptance is None or not size.predicted_accepted:
+            return
+        num_offered = sum(row.row.draft_cap > 0 for row in schedule.rows)
+        promised = size.predicted_accepted / size.acceptance_ratio * len(admitted) / num_offered
+        num_proposals = int(np.count_nonzero(admitted))
+        self._acceptance.observe(promised, float(accepted.sum()), num_proposals)
 
     def on_step_time(self, schedule: Schedule, size: StepSize, measured_ms: float) -> None:
         self._cost.observe(

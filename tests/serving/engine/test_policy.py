@@ -110,10 +110,21 @@ def test_verdicts_correct_what_is_expected(enabled: bool, ratio: float) -> None:
     policy = from_flag(flat_cost(), enable_acceptance_correction=enabled)
     record(policy, 4, 0.25)
     assert policy.size(decode_schedule(5)).predicted_accepted == pytest.approx(0.328125)
-    for _ in range(200):  # one draft of four was promised, all are accepted
-        policy.on_verdicts(np.full((4, DRAFT_LEN), 0.25), np.ones(4, int), np.ones(4, int))
+    for _ in range(2000):  # more is accepted than one step after the other was sized for
+        size = policy.size(decode_schedule(5))
+        policy.on_verdicts(decode_schedule(5), size, np.array([3]), np.array([2]))
     expected = ratio * 0.328125
     assert policy.size(decode_schedule(5)).predicted_accepted == pytest.approx(expected)
+
+
+def test_what_ended_requests_would_have_accepted_is_not_held_against_the_drafter() -> None:
+    policy = from_flag(flat_cost(), enable_acceptance_correction=True)
+    record(policy, 4, 0.25, 0.25)
+    for _ in range(500):  # one of two requests has ended, the other does as it was expected to
+        size = policy.size(decode_schedule(5, 5))
+        policy.on_verdicts(decode_schedule(5, 5), size, np.array([3]), np.array([0.328125]))
+    size = policy.size(decode_schedule(5, 5))
+    assert size.predicted_accepted == pytest.approx(2 * 0.328125, rel=1e-3)
 
 
 def test_adaptive_never_looks_at_the_pending_proposal() -> None:
