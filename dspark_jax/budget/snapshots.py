@@ -91,5 +91,13 @@ class ConfidenceSnapshots:
             pending_serials: int[N], serial of the proposal each request will have verified,
                 `NO_PROPOSAL` for none.
         """
+        return self._confidences[self._readable(slots, pending_serials), slots]
+
+    def is_believed(self, slots: np.ndarray, pending_serials: np.ndarray) -> np.ndarray:
+        """Which rows `read` gives as 1.0 for want of an earlier proposal, bool[N]."""
+        return self._serials[self._readable(slots, pending_serials), slots] == NO_PROPOSAL
+
+    def _readable(self, slots: np.ndarray, pending_serials: np.ndarray) -> np.ndarray:
+        """0 where the newest proposal may be read, 1 where that is the pending one, int[N]."""
         is_pending = (self._serials[0, slots] >= pending_serials) & (pending_serials != NO_PROPOSAL)
-        return self._confidences[is_pending.astype(np.int64), slots]
+        return is_pending.astype(np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from dspark_jax.budget import (
     AcceptanceCorrection,
+    BudgetDecision,
     BudgetLimits,
     BudgetPolicy,
     ConfidenceSnapshots,
@@ -156,9 +158,10 @@ class AdaptiveVerification:
         slots = np.array([r.sequence.slot for r in rows])
         pending_serials = np.array([r.sequence.proposal_serial for r in rows])
         ratio = 1.0 if self._acceptance is None else self._acceptance.ratio
+        draft_caps = np.array([r.row.draft_cap for r in rows])
         decision = choose_budget(
             self._snapshots.read(slots, pending_serials),
-            np.array([r.row.draft_cap for r in rows]),
+            draft_caps,
             np.array([r.num_tokens for r in rows]),
             np.array([r.row.samples for r in rows]),
             self._cost,
@@ -167,7 +170,10 @@ class AdaptiveVerification:
             self._objective,
             acceptance_ratio=ratio,
         )
-        mode = DraftMode.DRAFT if skipper is None else skipper.update(decision)
+        mode = DraftMode.DRAFT
+        if skipper is not None:
+            is_believed = self._snapshots.is_believed(slots, pending_serials)
+            mode = skipper.update(_without_belief(decision, draft_caps, is_believed, ratio))
         if mode is DraftMode.DRAFT:
             return StepSize(
                 decision.budget,
@@ -235,6 +241,30 @@ class AdaptiveVerification:
             context_len=size.context_len,
             measured_ms=measured_ms,
         )
+
+
+def _without_belief(
+    decision: BudgetDecision, draft_caps: np.ndarray, is_believed: np.ndarray, ratio: float
+) -> BudgetDecision:
+    """The decision as if requests without history did as the others do, for whoever asks whether drafts pay.
+
+    For its size they count as certain, which is one step's matter. In a stream of short answers there is always
+    some such request, and drafting would seem to pay where it does not.
+
+    Args:
+        decision: as `choose_budget` took it.
+        draft_caps: int [R], drafts offered by each request.
+        is_believed: bool [R], requests without history; their drafts come first in every budget.
+        ratio: the acceptance ratio of the decision.
+    """
+    num_offering = int(np.count_nonzero(draft_caps))
+    num_known = int(np.count_nonzero(draft_caps[~is_believed]))
+    if num_known in (0, num_offering):
+        return decision
+    believed = min(decision.budget, int(draft_caps[is_believed].sum())) * min(ratio, 1.0)
+    known = decision.predicted_tokens - decision.num_sampling - believed
+    tokens = decision.num_sampling + max(known, 0.0) * num_offering / num_known
+    return dataclasses.replace(decision, predicted_tokens=tokens)
 
 
 def policy_from_config(

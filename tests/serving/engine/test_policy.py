@@ -117,6 +117,22 @@ def test_verdicts_correct_what_is_expected(enabled: bool, ratio: float) -> None:
     assert policy.size(decode_schedule(5)).predicted_accepted == pytest.approx(expected)
 
 
+def test_a_stream_of_new_requests_does_not_make_drafts_seem_to_pay() -> None:
+    """One request of four is always new, and seven certain drafts would pay for everybody's drafter."""
+    curves = CostCurves(context_len=16, verify={4: 1.0, 16: 1.5}, draft={NUM_SLOTS: 1.0})
+    cost = CostTable([curves], max_tokens=16, max_requests=NUM_SLOTS)
+    skipper = DraftSkipper()
+    policy = adaptive(cost, skipper)
+    is_skipped = []
+    for serial in range(0, 400, 2):
+        policy.on_admit(3, first_serial=serial)
+        record(policy, serial, 0.3, 0.3, 0.3)
+        size = policy.size(decode_schedule(serial + 1, serial + 1, serial + 1, serial + 1))
+        is_skipped.append(not size.drafts)
+    assert not is_skipped[0]
+    assert np.mean(is_skipped[100:]) > 0.9
+
+
 def test_what_ended_requests_would_have_accepted_is_not_held_against_the_drafter() -> None:
     policy = from_flag(flat_cost(), enable_acceptance_correction=True)
     record(policy, 4, 0.25, 0.25)
