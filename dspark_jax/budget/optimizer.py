@@ -89,6 +89,7 @@ class BudgetDecision:
         predicted_ms: predicted step time.
         predicted_tokens: expected tokens emitted.
         plain_ms: predicted time of the same step without drafts and without the drafter.
+        decode_ms: likewise, without the prompt tokens that it feeds.
         num_sanitised: confidences that were NaN or outside [0, 1]; to be added to a warning
             counter.
     """
@@ -101,12 +102,26 @@ class BudgetDecision:
     predicted_ms: float
     predicted_tokens: float
     plain_ms: float
+    decode_ms: float
     num_sanitised: int
 
     @property
     def tokens_per_ms(self) -> float:
         """Predicted rate of this decision."""
         return self.predicted_tokens / self.predicted_ms
+
+    @property
+    def gain(self) -> float:
+        """Time that drafts save, as a share of a step that only decodes; below 0 they cost time.
+
+        A token that no draft brings comes from ordinary decoding later, at its rate. Measured by
+        the rate of the step itself drafts would always seem to pay beside a long prompt chunk.
+        """
+        if not self.num_sampling:
+            return 0.0
+        extra_tokens = self.predicted_tokens - self.num_sampling
+        extra_ms = self.predicted_ms - self.plain_ms
+        return extra_tokens / self.num_sampling - extra_ms / self.decode_ms
 
     @property
     def plain_tokens_per_ms(self) -> float:
@@ -230,6 +245,7 @@ def choose_budget(
         predicted_ms=float(step_ms[index]),
         predicted_tokens=float(tokens[index]),
         plain_ms=cost.step_ms(num_query_tokens, num_requests, draft=False, context_len=context_len),
+        decode_ms=cost.step_ms(num_sampling, num_sampling, draft=False, context_len=context_len),
         num_sanitised=num_sanitised,
     )
 

@@ -31,9 +31,9 @@ class _Load:
 class DraftSkipper:
     """Turns the drafter off while ordinary decoding is predicted to be faster than any budget.
 
-    Even a budget of 0 pays for the drafter. Every step with drafts tells by how much the chosen
-    budget beats ordinary decoding, or loses; once the running mean of that is a loss, the drafter
-    stops. A mean and not a run of losses: near the break-even every second step may win while all
+    Even a budget of 0 pays for the drafter. Every step with drafts tells how much time the chosen
+    budget saves against ordinary decoding, or costs; once the running mean of that is a loss, the
+    drafter stops. A mean and not a run of losses: near the break-even every second step may win while all
     of them together lose. It is tried again every `probe_interval` steps, the interval doubling
     after each attempt in vain. An attempt drafts for `probe_len` steps without verifying anything,
     because until the first confidences are back on the host every draft would have to be believed;
@@ -59,7 +59,7 @@ class DraftSkipper:
         """
         Args:
             memory: decisions that the running mean remembers.
-            margin: mean fraction by which the budgets must lose before the drafter stops.
+            margin: mean loss, as a share of an ordinary step's time, at which the drafter stops.
             probe_interval: steps without the drafter before the first probe.
             max_probe_interval: bound of the doubling.
             probe_len: steps until confidences of a probe are on the host: 2 with two steps in
@@ -139,10 +139,8 @@ class DraftSkipper:
             self.mode = DraftMode.SKIP
 
     def _judge(self, decision: BudgetDecision) -> None:
-        plain = decision.plain_tokens_per_ms
-        gain = (decision.tokens_per_ms - plain) / plain if plain else 0.0
         # Requests without history count as certain, which predicts a gain of several times.
-        gain = min(max(gain, -_LARGEST_GAIN), _LARGEST_GAIN)
+        gain = min(max(decision.gain, -_LARGEST_GAIN), _LARGEST_GAIN)
         is_probe = self.mode is DraftMode.PROBE
         # A probe has few decisions to speak through.
         weight = max(_PROBE_WEIGHT, 1 / self.memory) if is_probe else 1 / self.memory

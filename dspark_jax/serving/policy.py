@@ -173,7 +173,7 @@ class AdaptiveVerification:
         mode = DraftMode.DRAFT
         if skipper is not None:
             is_believed = self._snapshots.is_believed(slots, pending_serials)
-            mode = skipper.update(_without_belief(decision, draft_caps, is_believed, ratio))
+            mode = skipper.update(without_belief(decision, draft_caps, is_believed, ratio))
         if mode is DraftMode.DRAFT:
             return StepSize(
                 decision.budget,
@@ -243,7 +243,7 @@ class AdaptiveVerification:
         )
 
 
-def _without_belief(
+def without_belief(
     decision: BudgetDecision, draft_caps: np.ndarray, is_believed: np.ndarray, ratio: float
 ) -> BudgetDecision:
     """The decision as if requests without history did as the others do, for whoever asks whether drafts pay.

@@ -453,3 +453,26 @@ def test_survivals_are_corrected_and_stay_probabilities() -> None:
     )
     # 0.9, 0.45 and 0.225 times 1.5, the first cut off at 1.
     assert decision.predicted_tokens == pytest.approx(1 + 1.0 + 0.675 + 0.3375)
+
+
+def test_beside_a_long_prompt_chunk_drafts_are_worth_what_decoding_them_would_take():
+    """Two requests decode beside 62 prompt tokens; each decodes at 1 ms a step, and the drafter takes 1.5 ms."""
+    verify = {n: 1.0 if n <= 2 else n / 2 for n in (1, 2, 8, 64, 128)}
+    curves = CostCurves(context_len=0, verify=verify, draft={2: 1.5})
+    cost = CostTable([curves], max_tokens=128, max_requests=3)
+    decision = choose_budget(
+        np.full((3, 1), 0.5, np.float32),
+        np.array([1, 1, 0]),
+        np.array([1, 1, 60]),
+        np.array([True, True, False]),
+        cost,
+        0.0,
+        BudgetLimits(max_logit_rows=64),
+        BudgetPolicy(hysteresis=0.0),
+    )
+    assert decision.budget == 2
+    assert decision.predicted_tokens == pytest.approx(3.0)
+    # One token more for 1.5 ms, which ordinary decoding makes in half a millisecond.
+    assert decision.tokens_per_ms > 1.4 * decision.plain_tokens_per_ms
+    assert decision.decode_ms == pytest.approx(1.0)
+    assert decision.gain == pytest.approx(0.5 - 1.5)

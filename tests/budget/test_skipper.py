@@ -15,9 +15,10 @@ def decision(*, gain=0.0, num_sampling=10, num_draft_tokens=448):
         num_query_tokens=64,
         num_draft_tokens=num_draft_tokens,
         num_sampling=num_sampling,
-        predicted_ms=1.0 / (1.0 + gain),
+        predicted_ms=1.0 - gain,
         predicted_tokens=float(num_sampling),
         plain_ms=1.0,
+        decode_ms=1.0,
         num_sanitised=0,
     )
 

@@ -209,3 +209,13 @@ def test_reads_only_earlier_proposals_of_the_same_request(script, delay, smoothi
                 assert first[s] <= value * 64 + 1e-3
                 assert pending[s] != NO_PROPOSAL
                 assert value * 64 < pending[s]
+
+
+def test_says_which_rows_are_believed_for_want_of_a_history():
+    snapshots = ConfidenceSnapshots(3, 2)
+    for slot in range(3):
+        snapshots.admit(slot, 0)
+    snapshots.record(np.array([0, 1]), np.array([4, 4]), np.ones((2, 2), np.float32))
+    # The proposal of slot 1 is the pending one, that of slot 0 came before; slot 2 never made one.
+    believed = snapshots.is_believed(np.array([0, 1, 2]), np.array([5, 4, NO_PROPOSAL]))
+    assert believed.tolist() == [False, True, True]

@@ -8,7 +8,15 @@ import json
 import numpy as np
 import pytest
 
-from dspark_jax.budget import NO_PROPOSAL, BudgetPolicy, CostCurves, CostTable, DraftSkipper
+from dspark_jax.budget import (
+    NO_PROPOSAL,
+    BudgetLimits,
+    BudgetPolicy,
+    CostCurves,
+    CostTable,
+    DraftSkipper,
+    choose_budget,
+)
 from dspark_jax.serving.metrics import Metrics
 from dspark_jax.serving.policy import (
     AdaptiveVerification,
@@ -16,6 +24,7 @@ from dspark_jax.serving.policy import (
     PlainDecoding,
     StepSize,
     policy_from_config,
+    without_belief,
 )
 from dspark_jax.serving.scheduler import Schedule, ScheduledRow
 from dspark_jax.serving.speculative_config import SpeculativeConfig, parse_speculative_config
@@ -117,20 +126,24 @@ def test_verdicts_correct_what_is_expected(enabled: bool, ratio: float) -> None:
     assert policy.size(decode_schedule(5)).predicted_accepted == pytest.approx(expected)
 
 
-def test_a_stream_of_new_requests_does_not_make_drafts_seem_to_pay() -> None:
-    """One request of four is always new, and seven certain drafts would pay for everybody's drafter."""
-    curves = CostCurves(context_len=16, verify={4: 1.0, 16: 1.5}, draft={NUM_SLOTS: 1.0})
-    cost = CostTable([curves], max_tokens=16, max_requests=NUM_SLOTS)
-    skipper = DraftSkipper()
-    policy = adaptive(cost, skipper)
-    is_skipped = []
-    for serial in range(0, 400, 2):
-        policy.on_admit(3, first_serial=serial)
-        record(policy, serial, 0.3, 0.3, 0.3)
-        size = policy.size(decode_schedule(serial + 1, serial + 1, serial + 1, serial + 1))
-        is_skipped.append(not size.drafts)
-    assert not is_skipped[0]
-    assert np.mean(is_skipped[100:]) > 0.9
+def test_whether_drafts_pay_is_judged_by_requests_with_a_history() -> None:
+    caps, certain = np.full(2, DRAFT_LEN), np.ones((2, DRAFT_LEN), np.float32)
+    certain[0] = 0.5
+    decision = choose_budget(
+        certain,
+        caps,
+        np.ones(2, int),
+        np.ones(2, bool),
+        flat_cost(),
+        16.0,
+        BudgetLimits(max_logit_rows=8),
+        BudgetPolicy(hysteresis=0.0),
+    )
+    of_one = 0.5 + 0.25 + 0.125
+    assert decision.predicted_tokens == pytest.approx(2 + DRAFT_LEN + of_one)
+    judged = without_belief(decision, caps, np.array([False, True]), 1.0)
+    assert judged.predicted_tokens == pytest.approx(2 + 2 * of_one)
+    assert without_belief(decision, caps, np.ones(2, bool), 1.0) is decision
 
 
 def test_what_ended_requests_would_have_accepted_is_not_held_against_the_drafter() -> None:
