@@ -123,11 +123,6 @@ class BudgetDecision:
         extra_ms = self.predicted_ms - self.plain_ms
         return extra_tokens / self.num_sampling - extra_ms / self.decode_ms
 
-    @property
-    def plain_tokens_per_ms(self) -> float:
-        """Predicted rate of ordinary decoding, one token per sampling request."""
-        return self.num_sampling / self.plain_ms
-
 
 def choose_budget(
     confidences: np.ndarray,

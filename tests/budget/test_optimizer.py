@@ -73,7 +73,7 @@ def test_case_02_ratios(policy):
     decision = choose([[0.9, 0.8], [0.6, 0.5]], cost, policy=policy)
     assert decision.budget == 2
     assert decision.tokens_per_ms == pytest.approx(0.003258, abs=5e-7)
-    assert decision.plain_tokens_per_ms == pytest.approx(0.002)
+    assert decision.num_sampling / decision.plain_ms == pytest.approx(0.002)
 
 
 @both_policies
@@ -208,7 +208,7 @@ def test_case_10_only_prompt_chunks(policy):
     )
     assert (decision.budget, decision.num_tokens, decision.num_sampling) == (0, 50, 0)
     assert (decision.predicted_ms, decision.predicted_tokens) == (2.0, 0.0)
-    assert decision.tokens_per_ms == decision.plain_tokens_per_ms == 0.0
+    assert decision.tokens_per_ms == decision.gain == 0.0
 
 
 def test_an_empty_batch_has_a_decision():
@@ -473,6 +473,6 @@ def test_beside_a_long_prompt_chunk_drafts_are_worth_what_decoding_them_would_ta
     assert decision.budget == 2
     assert decision.predicted_tokens == pytest.approx(3.0)
     # One token more for 1.5 ms, which ordinary decoding makes in half a millisecond.
-    assert decision.tokens_per_ms > 1.4 * decision.plain_tokens_per_ms
+    assert decision.tokens_per_ms > 1.4 * decision.num_sampling / decision.plain_ms
     assert decision.decode_ms == pytest.approx(1.0)
     assert decision.gain == pytest.approx(0.5 - 1.5)
