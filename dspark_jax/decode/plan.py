@@ -69,18 +69,19 @@ class RowPlan:
 
     @cached_property
     def effort(self) -> Effort:
-        """What the row needs between logits and tokens; with a `min_len` more than the rest, to its end.
+        """What the row needs between logits and tokens; if it holds stop ids back at first, then to its end.
 
         The host learns late how long a text is, so it cannot tell when the last stop id was held back.
         """
-        penalized = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (
-            0,
-            0,
-            1,
+        penalized = (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
         )
         filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         described = self.wants_logprobs or self.wants_prompt_logprobs
-        needs = penalized or described or self.min_len > 0 or (filtered and self.temperature > 0)
+        holds_stops = self.min_len > self.prompt_len
+        needs = penalized or described or holds_stops or (filtered and self.temperature > 0)
         return Effort.FULL if needs else Effort.PLAIN
 
 

@@ -85,7 +85,8 @@ def settle(
     newest = jnp.where(rows.is_decode, state.positions[slots], rows.start + rows.num_prompt - 1)
     where = LogitRows(picked.base, scored.verify_lens, newest)
     with jax.named_scope("verify"):
-        verdict, best = _judge(state, rows, slots, scored, where, options, effort)
+        verdict = _judge(state, rows, slots, scored, where, options, effort)
+        best = _best_if_wanted(scored.raw, rows, effort)
         tokens, num_tokens, finish = _end(verdict, rows, samples, where, picked, scored.raw)
     with jax.named_scope("commit"):
         accepted = jnp.where(rows.is_decode, num_tokens, rows.num_prompt)
@@ -97,25 +98,6 @@ def settle(
 
 
 def _judge(
-    state: DecodeState,
-    rows: Rows,
-    slots: jax.Array,
-    scored: Scored,
-    where: LogitRows,
-    options: StepOptions,
-    effort: Effort,
-) -> tuple[Verdict, _Best]:
-    """Verdict on the admitted drafts, and the best of the raw logits where somebody wants them."""
-    verdict = _verify(state, rows, slots, scored, where, options, effort)
-    if effort is Effort.PLAIN:
-        return verdict, _no_best(scored.raw)
-    if effort is Effort.FULL:
-        return verdict, _best(scored.raw)
-    wanted = jnp.any(rows.wants_logprobs | rows.wants_prompt_logprobs)
-    return verdict, jax.lax.cond(wanted, _best, _no_best, scored.raw)
-
-
-def _verify(
     state: DecodeState,
     rows: Rows,
     slots: jax.Array,
@@ -316,6 +298,16 @@ def _outputs(
         logprobs=describe(drawn_row, tokens.reshape(-1)),
         prompt_logprobs=describe(prompt_row, follower[fed][prompt_row]),
     )
+
+
+def _best_if_wanted(raw: jax.Array, rows: Rows, effort: Effort) -> _Best:
+    """The most likely tokens of raw logits [C, V], or zeros where no row wants them."""
+    if effort is Effort.PLAIN:
+        return _no_best(raw)
+    if effort is Effort.FULL:
+        return _best(raw)
+    wanted = jnp.any(rows.wants_logprobs | rows.wants_prompt_logprobs)
+    return jax.lax.cond(wanted, _best, _no_best, raw)
 
 
 def _best(raw: jax.Array) -> _Best:

@@ -134,30 +134,27 @@ def _sample(executor: Executor, shape: ProfileShape, context_len: int) -> Profil
     """Time one verification of `shape.num_tokens` tokens, and the drafter on the same rows."""
     plan = dummy_plan(executor, shape.num_tokens, shape.num_requests)
 
-    def verify() -> Any:
+    def prepare() -> None:
         pretend(executor, context_len)
-        return executor.dispatch(plan).ints
-
-    def draft() -> Any:
-        pretend(executor, context_len)
-        return executor.dispatch_draft(plan)
 
     return ProfileSample(
         num_tokens=shape.num_tokens,
         num_requests=shape.num_requests,
-        verify_ms=_time_ms(verify),
-        draft_ms=_time_ms(draft),
+        verify_ms=_time_ms(prepare, lambda: executor.dispatch(plan).ints),
+        draft_ms=_time_ms(prepare, lambda: executor.dispatch_draft(plan)),
         is_captured=shape.is_captured,
     )
 
 
-def _time_ms(launch: Callable[[], Any]) -> float:
+def _time_ms(prepare: Callable[[], None], launch: Callable[[], Any]) -> float:
     """What a step costs in a row of its like, as in serving: the second of two runs, launched behind the first.
 
     The first brings weights into the caches of a CPU, where the shape timed before has left others, and covers the
     launch of the second. A step takes no less than its launch, which the next one waits for.
     """
+    prepare()
     first = launch()
+    prepare()  # no part of a step, so no part of its time
     started = time.perf_counter()
     second = launch()
     launched = time.perf_counter()

@@ -68,8 +68,7 @@ class Sequence:
         self._row_fields: dict[str, Any] = dict(
             limit=self.limit,
             prompt_len=len(self.prompt),
-            # 0 says that nothing is held back, for which there are faster programs.
-            min_len=len(self.prompt) + sampling.min_tokens if sampling.min_tokens else 0,
+            min_len=len(self.prompt) + sampling.min_tokens,
             stop_ids=stop_ids,
             seed=seed,
             temperature=sampling.temperature,

@@ -65,4 +65,9 @@ def test_a_step_takes_as_long_as_the_slower_of_host_and_device(
 
     monkeypatch.setattr(profiler, "jax", SimpleNamespace(block_until_ready=wait))
     monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: now))
-    assert profiler._time_ms(launch) == pytest.approx(expected_ms)
+
+    def prepare() -> None:
+        nonlocal now
+        now += 0.001
+
+    assert profiler._time_ms(prepare, launch) == pytest.approx(expected_ms)
