@@ -15,7 +15,7 @@ def expert_mlp_reference(x, expert_ids, weights, w_gate_up, w_down, *, layer, li
     """See `expert_mlp` for arguments and result."""
     tokens, k = expert_ids.shape
     experts, pairs = w_gate_up.shape[1], tokens * k
-    tile = 4 if pairs <= 8 else 8 if pairs <= 64 else 16
+    tile = 4 if pairs <= 8 else 8 if pairs <= 64 else 16 if pairs <= 256 else 32
     x = x.astype(jnp.float32)
     flat_ids, flat_weights = expert_ids.reshape(-1), weights.reshape(-1)
     # Sorted by expert, the pairs of expert e are order[first[e] : first[e] + counts[e]].

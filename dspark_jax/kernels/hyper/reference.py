@@ -33,17 +33,24 @@ def sinkhorn(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
     """
 
     def columns(m: jax.Array) -> jax.Array:
-        return m / (jnp.sum(m, axis=-2, keepdims=True) + eps)
+        return m / (jnp.sum(m, axis=0, keepdims=True) + eps)
 
     def rows_then_columns(_, m: jax.Array) -> jax.Array:
-        return columns(m / (jnp.sum(m, axis=-1, keepdims=True) + eps))
+        return columns(m / (jnp.sum(m, axis=1, keepdims=True) + eps))
 
-    first = columns(jax.nn.softmax(logits, axis=-1) + eps)
-    return jax.lax.fori_loop(0, iterations - 1, rows_then_columns, first)
+    # The matrix first, [N, N, ...]: a CPU then works on a vector of tokens, and N is too short for one.
+    first = columns(jnp.moveaxis(jax.nn.softmax(logits, axis=-1) + eps, (-2, -1), (0, 1)))
+    last = jax.lax.fori_loop(0, iterations - 1, rows_then_columns, first)
+    return jnp.moveaxis(last, (0, 1), (-2, -1))
 
 
 def hyper_leave_reference(streams, output, post, comb) -> jax.Array:
     """See `hyper_leave` for arguments and result."""
-    mixed = jnp.einsum("...jk,...jm->...km", comb, streams.astype(jnp.float32))
-    added = post[..., None] * output.astype(jnp.float32)[..., None, :]
-    return (mixed + added).astype(streams.dtype)
+    wide, out, n = streams.astype(jnp.float32), output.astype(jnp.float32), streams.shape[-2]
+
+    # Written out: for a matrix as small as N by N the product of a CPU's library is slower.
+    def stream(k: int) -> jax.Array:
+        parts = (comb[..., j, k, None] * wide[..., j, :] for j in range(n))
+        return sum(parts, post[..., k, None] * out)
+
+    return jnp.stack([stream(k) for k in range(n)], axis=-2).astype(streams.dtype)
