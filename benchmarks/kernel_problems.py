@@ -318,7 +318,7 @@ def _select(tokens: int, entries: int, dispatch: Dispatch) -> Problem:
 def expert_problems(dispatch: Dispatch) -> Iterator[Callable[[], Problem]]:
     """Routed experts at Flash sizes in every storage, with uneven routing."""
     for storage, sizes in (
-        ("fp4", (8, 64, 256, 2048, 8192)),
+        ("fp4", (8, 64, 256, 512, 1024, 2048, 8192)),
         ("fp8", (64, 2048)),
         ("plain", (64, 512)),
     ):
@@ -393,14 +393,13 @@ def _expert(tokens: int, storage: str, stack: _LazyStack, dispatch: Dispatch) ->
     )
     variants = {}
     # A tile of fp8 or fp4 weights is at most 128 columns of the input deep.
-    depths = (32, 64, 128) if storage == "plain" else (64, 128)
+    depths = (32, 64, 128) if storage == "plain" else (128,)
+    rows = [r for r in (default.rows // 2, default.rows, 2 * default.rows) if r >= 16]
     tiles = [
         expert.Tile(*sizes)
-        for sizes in itertools.product(
-            (16, 32, 64, 128), (32, 64, 128, 256), depths, (2, 4, 8), (1, 2, 3, 4, 5, 6)
-        )
+        for sizes in itertools.product(rows, (64, 128, 256), depths, (4, 8), (2, 3, 4, 5))
     ]
-    for tile in _nearest(tiles, default, most=2):
+    for tile in _nearest(tiles, default, most=4):
         variants[label(tile)] = partial(run, tile)
     active = len(np.unique(np.asarray(made["expert_ids"])))
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves((w_gate_up, w_down))) / layers

@@ -57,14 +57,20 @@ class BudgetPolicy:
         target_token_ms: bound on the expected time per token of the slowest request. Among budgets
             that keep it the fastest wins (without hysteresis); if none does, the one that comes
             closest. None: throughput alone counts.
+        prompt_cost: who pays for prompt tokens in the step. `shared`: its tokens do, so that beside
+            a long prompt, which makes the step slow anyway, drafts look cheap. `sunk`: nobody does;
+            prompts must be fed whatever is verified, and drafts are worth what they cost.
     """
 
     mode: Literal["none", "fixed", "adaptive"] = "adaptive"
     hysteresis: float = 0.01
     min_depth: int = 0
     target_token_ms: float | None = None
+    prompt_cost: Literal["shared", "sunk"] = "shared"
 
     def __post_init__(self) -> None:
+        if self.prompt_cost not in ("shared", "sunk"):
+            raise ValueError(f"prompt_cost must be shared or sunk, got {self.prompt_cost!r}")
         if self.mode not in ("none", "fixed", "adaptive"):
             raise ValueError(f"mode must be none, fixed or adaptive, got {self.mode!r}")
         if not 0.0 <= self.hysteresis < 1.0:
@@ -146,6 +152,8 @@ def choose_budget(
 
     from 0 to all D offered drafts, or to max_logit_rows - n where that is less (not below 0);
     ties to the smaller B. Prompt tokens are in the cost; a request still in its prompt is not in N.
+    With `prompt_cost` sunk, what the step costs more than one of N tokens when nothing is drafted
+    is taken off the denominator.
 
     Args:
         confidences: float32[R, G], conditional acceptance of each position in an *earlier* proposal
@@ -154,7 +162,7 @@ def choose_budget(
         query_lens: int[R], tokens besides the drafts: 1 when decoding, the chunk when in the
             prompt, 0 in a padding row.
         samples: bool[R], the request emits a token in this step.
-        cost: step times; must reach sum(query_lens) + sum(draft_lens) tokens.
+        cost: step times; must reach sum(query_lens) and the drafts that may be chosen.
         context_len: mean cached positions per request.
         limits: hard limits.
         policy: what to optimise.
@@ -162,7 +170,7 @@ def choose_budget(
             `AcceptanceCorrection`.
 
     Raises:
-        ValueError: the offered tokens don't fit the cost table, which is an error of the scheduler,
+        ValueError: what may be chosen doesn't fit the cost table, an error of the scheduler,
             or `draft_lens` exceeds the number of positions.
     """
     draft_len = confidences.shape[1]
@@ -172,12 +180,12 @@ def choose_budget(
     num_draft_tokens = int(np.add.reduce(draft_lens))
     num_requests = int(np.count_nonzero(query_lens))
     num_sampling = int(np.count_nonzero(samples))
-    if num_query_tokens + num_draft_tokens > cost.max_tokens:
-        raise ValueError(
-            f"{num_query_tokens} query and {num_draft_tokens} draft tokens were scheduled for a "
-            f"step of at most {cost.max_tokens}"
-        )
     max_budget = min(num_draft_tokens, max(0, limits.max_logit_rows - num_requests))
+    if num_query_tokens + max_budget > cost.max_tokens:
+        raise ValueError(
+            f"{num_query_tokens} query and {max_budget} draft tokens were scheduled for a step of "
+            f"at most {cost.max_tokens}"
+        )
 
     min_depth = policy.min_depth if policy.mode == "adaptive" else 0
     num_floor = int(np.minimum(draft_lens, min_depth).sum()) if min_depth else 0
@@ -216,7 +224,11 @@ def choose_budget(
         draft=policy.mode != "none",
         context_len=context_len,
     )
-    rate = tokens / step_ms
+    plain_ms = cost.step_ms(num_query_tokens, num_requests, draft=False, context_len=context_len)
+    decode_ms = cost.step_ms(num_sampling, num_sampling, draft=False, context_len=context_len)
+    is_sunk = policy.prompt_cost == "sunk" and num_query_tokens > num_sampling
+    sunk_ms = max(plain_ms - decode_ms, 0.0) if is_sunk else 0.0
+    rate = tokens / (step_ms - sunk_ms)
 
     if policy.mode == "none":
         index = 0
@@ -239,8 +251,8 @@ def choose_budget(
         num_sampling=num_sampling,
         predicted_ms=float(step_ms[index]),
         predicted_tokens=float(tokens[index]),
-        plain_ms=cost.step_ms(num_query_tokens, num_requests, draft=False, context_len=context_len),
-        decode_ms=cost.step_ms(num_sampling, num_sampling, draft=False, context_len=context_len),
+        plain_ms=plain_ms,
+        decode_ms=decode_ms,
         num_sanitised=num_sanitised,
     )
 

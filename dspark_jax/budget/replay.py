@@ -12,6 +12,11 @@ from dspark_jax.budget.skipper import DraftMode, DraftSkipper
 from dspark_jax.budget.snapshots import NO_PROPOSAL, ConfidenceSnapshots
 from dspark_jax.budget.traces import Trace
 
+# As in the server's scheduler: while prompts wait, drafts leave them this share of a step.
+_PROMPT_SHARE = 4
+# And this share prompts leave to drafts that need not all be verified.
+_DRAFT_SHARE = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
@@ -102,10 +107,13 @@ def replay(
         draft_lens = np.where(has_draft, np.minimum(offered_len, remaining - 1), 0)
         if arm.policy.mode == "none":
             draft_lens[:] = 0
-        room = cost.max_tokens - int(draft_lens.sum()) - int(np.count_nonzero(~is_prompt))
-        is_admitted = is_prompt & (np.cumsum(is_prompt) <= room // load.prompt_len)
+        draft_lens, is_admitted = _place(
+            draft_lens, is_prompt, load.prompt_len, cost.max_tokens, arm.policy.mode == "adaptive"
+        )
         query_lens = np.where(is_admitted, load.prompt_len, np.where(is_prompt, 0, 1))
         is_sampling = query_lens > 0
+        draft_room = cost.max_tokens - int(query_lens.sum())
+        logit_rows = int(np.count_nonzero(is_sampling)) + draft_room
 
         decision = choose_budget(
             snapshots.read(slots, serials),
@@ -114,7 +122,7 @@ def replay(
             is_sampling,
             cost,
             context_len,
-            limits,
+            BudgetLimits(max_logit_rows=min(limits.max_logit_rows, logit_rows)),
             arm.policy,
         )
         mode = skipper.update(decision) if arm.policy.mode == "adaptive" else DraftMode.DRAFT
@@ -165,3 +173,24 @@ def replay(
         step_ms=totals["ms"] / load.num_steps,
         skipped=totals["skipped"] / load.num_steps,
     )
+
+
+def _place(
+    draft_lens: np.ndarray,
+    is_prompt: np.ndarray,
+    prompt_len: int,
+    max_tokens: int,
+    are_drafts_optional: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Drafts that each request offers, int[R], and the prompts that the step holds, bool[R]."""
+    room = max_tokens - int(np.count_nonzero(~is_prompt))
+    num_reserved = int(draft_lens.sum())
+    if are_drafts_optional:
+        num_reserved = min(num_reserved, room, max_tokens // _DRAFT_SHARE)
+    else:
+        draft_room = room - (min(room, max_tokens // _PROMPT_SHARE) if is_prompt.any() else 0)
+        if num_reserved > draft_room:
+            level = draft_room // np.count_nonzero(draft_lens)
+            draft_lens = np.minimum(draft_lens, level)
+            num_reserved = int(draft_lens.sum())
+    return draft_lens, is_prompt & (np.cumsum(is_prompt) <= (room - num_reserved) // prompt_len)

@@ -49,6 +49,8 @@ class SimulateFlags:
     """Mean survival of each position, for synthetic confidences."""
     arms: tuple[str, ...] = ("none", "fixed-5", "fixed-7", "adaptive")
     """none, fixed-N (N drafts of each request), adaptive."""
+    prompt_cost: Literal["sunk", "shared"] = "sunk"
+    """Who pays for prompt tokens in an adaptive step: nobody, or all its tokens, as in vLLM."""
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Requests at a time."""
     prompt_len: int = 256
@@ -78,7 +80,7 @@ def simulate(flags: SimulateFlags) -> list[ArmResult]:
         ValueError: a flag doesn't make sense.
         OSError: a file can't be read.
     """
-    arms = [parse_arm(name) for name in flags.arms]
+    arms = [parse_arm(name, flags.prompt_cost) for name in flags.arms]
     recorded = None if flags.confidences is None else load_recorded(flags.confidences)
     limits = BudgetLimits(max_logit_rows=logit_rows_in_chunk(flags.vocab_size))
     cost = _cost_table(flags)
@@ -106,10 +108,10 @@ def simulate(flags: SimulateFlags) -> list[ArmResult]:
     return results
 
 
-def parse_arm(name: str) -> Arm:
+def parse_arm(name: str, prompt_cost: Literal["sunk", "shared"] = "sunk") -> Arm:
     """none, adaptive, or fixed-N."""
     if name in ("none", "adaptive"):
-        return Arm(name=name, policy=BudgetPolicy(mode=name))
+        return Arm(name=name, policy=BudgetPolicy(mode=name, prompt_cost=prompt_cost))
     match = re.fullmatch(r"fixed-([1-9]\d*)", name)
     if match is None:
         raise ValueError(f"arm must be none, fixed-N or adaptive, got {name!r}")

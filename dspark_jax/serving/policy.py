@@ -53,6 +53,11 @@ class VerificationPolicy(Protocol):
         """Drafts of a proposal that a request offers for verification."""
         ...
 
+    @property
+    def are_drafts_optional(self) -> bool:
+        """Whether `size` chooses among the drafts offered; if so, prompts go before most of them."""
+        ...
+
     def size(self, schedule: Schedule) -> StepSize:
         """Budget of a step, 0..schedule.max_budget. Called once per step, in order."""
         ...
@@ -101,6 +106,7 @@ class PlainDecoding(_WithoutHistory):
     """One token per request and step; the drafter never runs."""
 
     draft_cap = 0
+    are_drafts_optional = False
 
     def size(self, schedule: Schedule) -> StepSize:
         return StepSize(0, drafts=False)
@@ -108,6 +114,8 @@ class PlainDecoding(_WithoutHistory):
 
 class FixedVerification(_WithoutHistory):
     """Verifies the first `draft_cap` drafts of every proposal."""
+
+    are_drafts_optional = False
 
     def __init__(self, draft_cap: int) -> None:
         self.draft_cap = draft_cap
@@ -118,6 +126,8 @@ class FixedVerification(_WithoutHistory):
 
 class AdaptiveVerification:
     """The budget with the most expected tokens per second, and no drafter where ordinary decoding is faster."""
+
+    are_drafts_optional = True
 
     def __init__(
         self,
@@ -291,6 +301,7 @@ def policy_from_config(
             hysteresis=config.hysteresis,
             min_depth=config.min_depth,
             target_token_ms=config.target_token_ms,
+            prompt_cost=config.prompt_cost,
         ),
         skipper=DraftSkipper() if config.enable_drafter_skipping else None,
         smoothing=config.confidence_smoothing,

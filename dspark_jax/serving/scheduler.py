@@ -13,6 +13,8 @@ from dspark_jax.serving.sequence import Sequence, Status
 
 # While prompts wait, drafts leave them this share of a step; otherwise a full batch of long drafts starves them.
 _PROMPT_SHARE = 4
+# And this share prompts leave to drafts that need not all be verified.
+_DRAFT_SHARE = 8
 # Tokens with which a chunk of a scored prompt advances: it begins with the last token of the chunk before.
 _LEAST_SCORED = 2
 
@@ -30,11 +32,12 @@ class ScheduledRow:
 
 @dataclass(slots=True)
 class Schedule:
-    """The rows of a step. Its tokens and all drafts offered fit `max_num_batched_tokens` together."""
+    """The rows of a step. Its tokens and `max_budget` drafts fit `max_num_batched_tokens` together."""
 
     rows: list[ScheduledRow]
     num_tokens: int  # besides drafts
-    num_draft_tokens: int
+    num_draft_tokens: int  # offered
+    num_reserved: int  # drafts that prompts leave room for
     num_logit_rows: int  # besides drafts
     max_budget: int = 0
 
@@ -55,6 +58,7 @@ class Scheduler:
         max_logit_rows: int,
         max_model_len: int,
         draft_cap: int,
+        are_drafts_optional: bool,
         pages: PageAllocator,
         on_admit: Callable[[Sequence], None] = lambda sequence: None,
         on_preempt: Callable[[Sequence], None] = lambda sequence: None,
@@ -62,10 +66,11 @@ class Scheduler:
         """
         Args:
             num_slots: requests that run at once.
-            max_num_batched_tokens: tokens of a step, every offered draft included.
+            max_num_batched_tokens: tokens of a step, verified drafts included.
             max_logit_rows: rows of logits of a step.
             max_model_len: positions of a slot's page table.
             draft_cap: drafts that a request offers for verification, 0 without a drafter.
+            are_drafts_optional: not all drafts offered need be verified, so that prompts go before most of them.
             pages: the allocator; nobody else takes pages from it.
             on_admit: called for a sequence that has just received its slot.
             on_preempt: called for a sequence that has just lost it.
@@ -82,6 +87,7 @@ class Scheduler:
         self._max_tokens = max_num_batched_tokens
         self._max_logit_rows = max_logit_rows
         self._draft_cap = draft_cap
+        self._are_drafts_optional = are_drafts_optional
         self._on_admit = on_admit
         self._on_preempt = on_preempt
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -143,7 +149,9 @@ class Scheduler:
         if self._place_prompts(schedule, prompts) and not was_preempted:
             self._admit(schedule)
         schedule.max_budget = min(
-            schedule.num_draft_tokens, self._max_logit_rows - schedule.num_logit_rows
+            schedule.num_draft_tokens,
+            self._max_tokens - schedule.num_tokens,
+            self._max_logit_rows - schedule.num_logit_rows,
         )
         return schedule
 
@@ -192,18 +200,22 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
 
     def _place_decodes(self, decoding: list[tuple[Sequence, int]], has_prompts: bool) -> Schedule:
-        """One token for every decoding sequence, and drafts as far as the step holds them."""
+        """One token for every decoding sequence; all its drafts if they are optional, else what the step holds."""
         num_rows = len(decoding)
         room = self._max_tokens - num_rows
-        if has_prompts:
-            room -= min(room, self._max_tokens // _PROMPT_SHARE)
         num_drafts = sum([cap for _, cap in decoding]) if self._draft_cap else 0
-        if num_drafts > room:
-            level = room // num_rows
-            decoding = [(sequence, min(cap, level)) for sequence, cap in decoding]
-            num_drafts = sum(cap for _, cap in decoding)
+        num_reserved = num_drafts
+        if self._are_drafts_optional:
+            num_reserved = min(num_drafts, room, self._max_tokens // _DRAFT_SHARE)
+        else:
+            if has_prompts:
+                room -= min(room, self._max_tokens // _PROMPT_SHARE)
+            if num_drafts > room:
+                level = room // num_rows
+                decoding = [(sequence, min(cap, level)) for sequence, cap in decoding]
+                num_drafts = num_reserved = sum(cap for _, cap in decoding)
         rows = [ScheduledRow(sequence, sequence.decode_row(cap), 1) for sequence, cap in decoding]
-        return Schedule(rows, num_rows, num_drafts, num_rows)
+        return Schedule(rows, num_rows, num_drafts, num_reserved, num_rows)
 
     def _place_prompts(self, schedule: Schedule, prompts: list[Sequence]) -> bool:
         """Chunks of the prompts in order; False if the step is full before the last of them has a row."""
@@ -220,7 +232,7 @@ class Scheduler:
 
     def _chunk_len(self, schedule: Schedule, num_unfed: int, is_scored: bool) -> int:
         """Tokens of a prompt that the step still holds, 0 if too few to advance."""
-        room = self._max_tokens - schedule.num_tokens - schedule.num_draft_tokens
+        room = self._max_tokens - schedule.num_tokens - schedule.num_reserved
         logit_room = self._max_logit_rows - schedule.num_logit_rows
         num_tokens = min(num_unfed, room)
         if is_scored:

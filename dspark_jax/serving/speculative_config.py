@@ -36,6 +36,9 @@ class SpeculativeConfig:
         target_token_ms: bound on the expected time per token of the slowest request.
         hysteresis: a partial budget must be predicted faster by this fraction than verifying
             nothing and than verifying everything.
+        prompt_cost: who pays for prompt tokens when a step is sized: `sunk` nobody, since they must be fed
+            whatever is verified; `shared` all tokens of the step, as in vLLM, which makes drafts look cheap beside
+            long prompts.
         confidence_smoothing: weight of the newest proposal in an average over a request's past ones, from
             which steps are sized; None takes the newest alone.
         enable_drafter_skipping: stop drafting while ordinary decoding is predicted to be faster.
@@ -54,6 +57,7 @@ class SpeculativeConfig:
     min_depth: int = 0
     target_token_ms: float | None = None
     hysteresis: float = 0.01
+    prompt_cost: Literal["sunk", "shared"] = "sunk"
     confidence_smoothing: float | None = None
     enable_drafter_skipping: bool = True
     enable_live_correction: bool = True

@@ -426,6 +426,7 @@ def test_live_correction_reaches_the_decision():
         {"hysteresis": -0.1},
         {"min_depth": -1},
         {"target_token_ms": 0.0},
+        {"prompt_cost": "free"},
     ],
 )
 def test_policies_refuse_nonsense(arguments):
@@ -476,3 +477,35 @@ def test_beside_a_long_prompt_chunk_drafts_are_worth_what_decoding_them_would_ta
     assert decision.tokens_per_ms > 1.4 * decision.num_sampling / decision.plain_ms
     assert decision.decode_ms == pytest.approx(1.0)
     assert decision.gain == pytest.approx(0.5 - 1.5)
+
+
+@pytest.mark.parametrize(("prompt_cost", "budget"), [("shared", 2), ("sunk", 0)])
+def test_a_prompt_makes_drafts_look_cheap_unless_its_cost_is_sunk(prompt_cost, budget):
+    """1 ms per token: a draft that is accepted nine times in ten is not worth decoding it."""
+    cost = staircase({n: float(n) for n in range(1, 33)})
+    decision = choose(
+        [[0.9, 0.5, 0.2], [1.0, 1.0, 1.0]],
+        cost,
+        draft_lens=[3, 0],
+        query_lens=[1, 9],
+        samples=[True, False],
+        policy=BudgetPolicy(hysteresis=0.0, prompt_cost=prompt_cost),
+    )
+    # shared: 1/10, 1.9/11, 2.35/12 = .196, 2.44/13 = .188; sunk: 1/1, 1.9/2, 2.35/3, 2.44/4
+    assert decision.budget == budget
+    assert decision.predicted_ms == pytest.approx(10.0 + budget)
+
+
+@given(confidence_rows, edges)
+def test_without_prompts_nobody_has_to_pay_for_them(confidences, verify):
+    cost = staircase(verify, {1: 0.5}, max_tokens=64)
+    shared, sunk = (
+        choose(confidences, cost, policy=BudgetPolicy(prompt_cost=prompt_cost))
+        for prompt_cost in ("shared", "sunk")
+    )
+    assert shared == sunk
+
+
+def test_offered_drafts_may_exceed_what_a_step_holds_if_the_limit_says_so():
+    decision = choose(np.ones((2, 7)), staircase({8: 1.0}), max_logit_rows=8)
+    assert (decision.budget, decision.num_draft_tokens) == (6, 14)

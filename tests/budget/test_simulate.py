@@ -19,7 +19,7 @@ from dspark_jax.budget import (
 from dspark_jax.budget.published import EXTENSION_NOTE, published_curves
 from dspark_jax.budget.replay import Arm, Load, replay
 from dspark_jax.budget.simulate import SimulateFlags, format_table, main, notes, parse_arm, simulate
-from dspark_jax.budget.traces import RecordedTrace
+from dspark_jax.budget.traces import FLASH_SURVIVAL, RecordedTrace, SyntheticTrace
 
 
 def throughput(table, concurrency, num_steps=80):
@@ -100,7 +100,7 @@ def always(confidence, accept_len, draft_len=3):
 def play(arm, trace, cost, **load):
     load = {"concurrency": 4, "prompt_len": 8, "output_len": 40, "num_steps": 100} | load
     rng = np.random.default_rng(0)
-    return replay(arm, Load(**load), trace, cost, 0.0, BudgetLimits(max_logit_rows=1000), rng)
+    return replay(arm, Load(**load), trace, cost, 0.0, BudgetLimits(max_logit_rows=10_000), rng)
 
 
 def test_plain_decoding_emits_one_token_per_request_and_step():
@@ -127,6 +127,28 @@ def test_adaptive_trims_what_is_not_worth_its_cost():
     fixed = play(parse_arm("fixed-3"), always(0.9, 3), cost)
     assert result.tokens_per_s > fixed.tokens_per_s
     assert 0.0 < result.budget <= 8.0
+
+
+def test_drafts_that_are_only_offered_keep_no_prompt_waiting():
+    # Half of all tokens are prompts, and all drafts of all requests would fill every step.
+    verify = {
+        16: 20.0,
+        64: 37.0,
+        128: 46.0,
+        256: 54.0,
+        512: 65.0,
+        1024: 96.0,
+        1536: 123.0,
+        2048: 139.0,
+    }
+    curves = CostCurves(context_len=0, verify=verify, draft={1: 2.4, 64: 9.8, 256: 22.3})
+    cost = CostTable([curves], max_tokens=2048, max_requests=256)
+    rates = {}
+    for name in ("none", "fixed-5", "adaptive"):
+        trace = SyntheticTrace(256, FLASH_SURVIVAL, np.random.default_rng(3))
+        load = {"concurrency": 256, "prompt_len": 512, "output_len": 128, "num_steps": 200}
+        rates[name] = play(parse_arm(name), trace, cost, **load).tokens_per_s
+    assert rates["adaptive"] > 1.1 * max(rates["none"], rates["fixed-5"])
 
 
 def test_hopeless_drafter_is_skipped():
@@ -247,4 +269,5 @@ def test_arm_names_become_policies():
     assert parse_arm("fixed-3") == Arm(
         name="fixed-3", policy=BudgetPolicy(mode="fixed"), draft_len=3
     )
-    assert parse_arm("adaptive").policy == BudgetPolicy()
+    assert parse_arm("adaptive").policy == BudgetPolicy(prompt_cost="sunk")
+    assert parse_arm("adaptive", "shared").policy == BudgetPolicy()

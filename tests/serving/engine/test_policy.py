@@ -76,6 +76,7 @@ def decode_schedule(
         rows,
         num_tokens=len(rows),
         num_draft_tokens=num_drafts,
+        num_reserved=num_drafts,
         num_logit_rows=len(rows),
         max_budget=num_drafts if max_budget is None else max_budget,
     )
