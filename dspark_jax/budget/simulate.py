@@ -110,8 +110,10 @@ def simulate(flags: SimulateFlags) -> list[ArmResult]:
 
 def parse_arm(name: str, prompt_cost: Literal["sunk", "shared"] = "sunk") -> Arm:
     """none, adaptive, or fixed-N."""
-    if name in ("none", "adaptive"):
-        return Arm(name=name, policy=BudgetPolicy(mode=name, prompt_cost=prompt_cost))
+    if name == "none":
+        return Arm(name=name, policy=BudgetPolicy(mode="none"))
+    if name == "adaptive":
+        return Arm(name=name, policy=BudgetPolicy(prompt_cost=prompt_cost))
     match = re.fullmatch(r"fixed-([1-9]\d*)", name)
     if match is None:
         raise ValueError(f"arm must be none, fixed-N or adaptive, got {name!r}")
