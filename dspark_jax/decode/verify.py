@@ -71,19 +71,26 @@ def verify_standard(
       judge: coins float32 [R, G] and which drafts pass bool [R, G] -> which drafts pass instead.
       effort: what the rows need, or more.
     """
-    # [R, G] row that judges each draft
-    row = jnp.minimum(where.base[:, None] + jnp.arange(draft_tokens.shape[1]), target.shape[0] - 1)
-    log_norm = jax.nn.logsumexp(target, axis=-1)
-    log_p = target[row, draft_tokens] - log_norm[row]
-    best = jnp.argmax(target, axis=-1)
-    place = where.positions[:, None] + 1 + jnp.arange(draft_tokens.shape[1])
-    coins = jax.vmap(lambda p: uniform(rows, p, Stream.ACCEPT), in_axes=1, out_axes=1)(place)
-    # The second test keeps a coin of exactly zero from accepting what the target never draws.
-    passes = (jnp.log(coins) + draft_logprobs < log_p) & (log_p > NEVER / 2)
-    passes = jnp.where(rows.is_greedy[:, None], draft_tokens == best[row], passes)
-    if judge is not None:
-        passes = judge(coins, passes)
-    accept_lens = _leading(passes, where.verify_lens)
+
+    def count_accepted(_: jax.Array) -> jax.Array:
+        # [R, G] row that judges each draft
+        row = where.base[:, None] + jnp.arange(draft_tokens.shape[1])
+        row = jnp.minimum(row, target.shape[0] - 1)
+        log_norm = jax.nn.logsumexp(target, axis=-1)
+        log_p = target[row, draft_tokens] - log_norm[row]
+        best = jnp.argmax(target, axis=-1)
+        place = where.positions[:, None] + 1 + jnp.arange(draft_tokens.shape[1])
+        coins = jax.vmap(lambda p: uniform(rows, p, Stream.ACCEPT), in_axes=1, out_axes=1)(place)
+        # The second test keeps a coin of exactly zero from accepting what the target never draws.
+        passes = (jnp.log(coins) + draft_logprobs < log_p) & (log_p > NEVER / 2)
+        passes = jnp.where(rows.is_greedy[:, None], draft_tokens == best[row], passes)
+        if judge is not None:
+            passes = judge(coins, passes)
+        return _leading(passes, where.verify_lens)
+
+    # A step that verifies nothing, as most do where the drafter rests, has nothing to toss coins for.
+    is_any = jnp.any(where.verify_lens > 0)
+    accept_lens = if_wanted(effort, is_any, count_accepted, jnp.zeros_like(where.verify_lens))
 
     final_row = jnp.minimum(where.base + accept_lens, target.shape[0] - 1)
     rejected = accept_lens < where.verify_lens
