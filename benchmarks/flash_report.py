@@ -17,6 +17,7 @@ from dspark_jax.serving.bench.plots import draw_pareto, draw_speculation
 Results = dict[tuple[str, int], Mapping[str, Any]]
 """(arm, concurrency) -> result, of one scenario and capture limit."""
 
+_DRAWN = {"pareto": draw_pareto, "budget": draw_speculation}
 _RATIOS = (("adaptive", "fixed-7"), ("adaptive", "none"), ("fixed-7", "none"))
 
 
@@ -32,7 +33,7 @@ def flash_tables(data: Mapping[str, Any]) -> str:
             if ratios:
                 lines.append(markdown_table(ratios))
             lines.extend([*_verdicts(results), ""])
-            for name in ("pareto", "budget"):
+            for name in _DRAWN if _has_a_curve(results) else ():
                 lines.append(f"![{name}](pictures/{_picture(scenario, capture, name)})\n")
         prompts = f"random prompts of {settings['input_len']}"
         if settings.get("dataset") == "bundled":
@@ -47,6 +48,11 @@ def flash_tables(data: Mapping[str, Any]) -> str:
             lines.append(f"![step times](pictures/{_cost_picture(scenario)})\n")
     lines.extend(_start(start) for start in data["starts"])
     return "\n".join(lines) + "\n"
+
+
+def _has_a_curve(results: Results) -> bool:
+    """Whether there is more than one concurrency: a single one is no picture."""
+    return len({concurrency for _, concurrency in results}) > 1
 
 
 def captures(data: Mapping[str, Any], scenario: str) -> list[int]:
@@ -85,7 +91,7 @@ def draw_pictures(data: Mapping[str, Any], folder: Path) -> list[Path]:
             draw_cost(curves, paths[-1])
         for capture in captures(data, scenario):
             results = results_of(data, scenario, capture)
-            for name, draw in (("pareto", draw_pareto), ("budget", draw_speculation)):
+            for name, draw in _DRAWN.items() if _has_a_curve(results) else ():
                 paths.append(folder / _picture(scenario, capture, name))
                 draw(results, paths[-1])
     return paths

@@ -100,8 +100,8 @@ class Options:
     load_format: Literal["dummy", "auto"] = "dummy"
     """The server's flag; auto reads the checkpoint, its tokenizer and its own acceptance."""
     compile_processes: int = 1
-    """Processes that compile programs of a dummy model before the server starts: tracing holds Python's lock, so that
-    four are faster than one where there are cores."""
+    """Processes that compile the programs of a dummy model before the server starts: tracing holds Python's
+    lock, so that four are faster than one where there are cores."""
     cache_dir: Path = Path("/tmp/dspark_flash")
     """The server's --compilation-cache-dir: programs and cost profile of earlier runs make the start short."""
     gpu_memory_utilization: float | None = None

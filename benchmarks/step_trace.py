@@ -196,11 +196,30 @@ def main(argv: list[str] | None = None) -> int:
             name="step_trace",
             promise="every part of a step is accounted for",
             is_kept=all(row["kernels"] for row in rows),
-            rows=rows,
-            notes=(),
+            rows=by_part(rows),
+            notes=("Milliseconds; a part's are those of its kernels.",),
             options=options,
         ).finish(options.output)
     return 0
+
+
+def by_part(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line per traced program with a column for every part, the dearest first."""
+    dearest: dict[str, float] = defaultdict(float)
+    for row in rows:
+        for part, (ms, _) in row["parts"].items():
+            dearest[part] = max(dearest[part], ms)
+    parts = sorted(dearest, key=lambda part: -dearest[part])
+    return [
+        {
+            "program": row["program"],
+            "size": row["size"],
+            "step": row["step_ms"],
+            "kernels run": row["busy_ms"],
+            **{part: row["parts"].get(part, [None])[0] for part in parts},
+        }
+        for row in rows
+    ]
 
 
 if __name__ == "__main__":

@@ -146,6 +146,13 @@ def test_the_report_compares_with_what_is_published(store, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
+def test_one_concurrency_makes_no_picture(store, tmp_path):
+    data = json.loads(store.path.read_text())
+    data["flash_points"] = [p for p in data["flash_points"] if p["concurrency"] == 256]
+    assert "pareto" not in flash_tables(data)
+    assert [path.name for path in draw_pictures(data, tmp_path)] == ["flash_decode_cost.png"]
+
+
 def test_step_times_are_differences():
     page = """# TYPE dspark:step_ms histogram
 dspark:step_ms_count{{bucket="8"}} {0}
