@@ -30,7 +30,7 @@ class PromptLengthOptions(SpeculativeOptions):
 
     lengths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 3500)
     """Prompt lengths in tokens, the first one is what the others are compared with."""
-    num_passages: int = 64
+    num_passages: int = 128
     """Prompts of each length."""
     num_tokens: int = 128
     """Tokens generated for each."""
@@ -50,7 +50,8 @@ async def measure(options: PromptLengthOptions) -> int:
     tokenizer = load_tokenizer(options.model_folder)
     passages = held_out_passages(tokenizer, options.num_passages, max(options.lengths))
     rows: list[dict[str, Any]] = []
-    shortest = np.zeros(0)
+    # Accepted lengths and nats per token by passage, for each prompt length.
+    measured: list[tuple[np.ndarray, np.ndarray]] = []
     async with serving(options, options.speculation, "--per-request-spec-decode-metrics") as server:
         for length in options.lengths:
             before = await server.metrics()
@@ -71,10 +72,10 @@ async def measure(options: PromptLengthOptions) -> int:
             stats = [answer.response["metrics"]["speculative_decoding"] for answer in answers]
             # Per passage, because the same passages come at every length.
             accepted_lens = np.array([s["mean_acceptance_length"] for s in stats])
-            shortest = accepted_lens if length == options.lengths[0] else shortest
-            change = accepted_lens - shortest
             scores = [answer.response["choices"][0]["logprobs"] for answer in answers]
-            surprise = -np.mean([np.mean(score["token_logprobs"]) for score in scores])
+            nats = np.array([-np.mean(score["token_logprobs"]) for score in scores])
+            measured.append((accepted_lens, nats))
+            change = accepted_lens - measured[0][0]
             rates = counts["spec_decode_per_position_acceptance_rates"]
             rows.append(
                 {
@@ -83,10 +84,14 @@ async def measure(options: PromptLengthOptions) -> int:
                     "accepted length": counts["spec_decode_acceptance_length"],
                     "change per passage": float(change.mean()),
                     "its standard error": float(change.std(ddof=1) / len(change) ** 0.5),
-                    "target's nats per token": float(surprise),
+                    "target's nats per token": float(nats.mean()),
+                    "change that goes with them": 0.0,
                     **{f"position {i}": rate for i, rate in enumerate(rates, 1)},
                 }
             )
+    slope = _slope(measured)
+    for row, (_, nats) in zip(rows, measured):
+        row["change that goes with them"] = slope * float(nats.mean() - measured[0][1].mean())
     floor = (1 - options.tolerance) * rows[0]["accepted length"]
     return Result(
         name="prompt_length",
@@ -98,10 +103,18 @@ async def measure(options: PromptLengthOptions) -> int:
         rows=rows,
         notes=(
             "Positions: share of drafts whose token there, and all before it, was accepted.",
-            "Nats: how uncertain the target itself is of what it writes; the more, the less is accepted.",
+            "Nats: how uncertain the target itself is of what it writes; the more, the less is accepted: "
+            f"{slope:+.2f} per nat, over the texts of one prompt length.",
         ),
         options=options,
     ).finish(options.output)
+
+
+def _slope(measured: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Accepted length per nat by least squares, each prompt length about its own means."""
+    centred = [(a - a.mean(), n - n.mean()) for a, n in measured]
+    covariance = sum(float(a @ n) for a, n in centred)
+    return covariance / sum(float(n @ n) for _, n in centred)
 
 
 def main(argv: list[str] | None = None) -> int:
