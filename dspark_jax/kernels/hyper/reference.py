@@ -50,7 +50,9 @@ def hyper_leave_reference(streams, output, post, comb) -> jax.Array:
 
     # Written out: for a matrix as small as N by N the product of a CPU's library is slower.
     def stream(k: int) -> jax.Array:
-        parts = (comb[..., j, k, None] * wide[..., j, :] for j in range(n))
-        return sum(parts, post[..., k, None] * out)
+        mixed = post[..., k, None] * out
+        for j in range(n):
+            mixed += comb[..., j, k, None] * wide[..., j, :]
+        return mixed
 
     return jnp.stack([stream(k) for k in range(n)], axis=-2).astype(streams.dtype)
