@@ -87,6 +87,25 @@ async def test_bad_values_name_the_field(path, fields, param):
     assert engine.requests == []
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "response_format",
+    ],
+)
+async def test_structured_output_is_refused_by_name_and_null_is_nothing(path, name):
+    reply = await post(path, bodies(path) | {name: {"type": "json_object"}})
+    check_error(reply, 400, name, "unsupported_parameter")
+    assert "not constrained" in reply.json()["error"]["message"]
+    assert (await post(path, bodies(path) | {name: None, "max_tokens": 1})).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -57,6 +57,9 @@ def _only(*allowed: Any, remedy: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+Unconstrained = Annotated[Any, _only(remedy="output is not constrained; leave the field out")]
+
+
 def _stop_strings(value: Any) -> Any:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
@@ -121,6 +124,15 @@ class _GenerationBody(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: Annotated[dict[str, Any] | None, _only({}, remedy="biases are not applied")] = None
+    response_format: Annotated[
+        dict[str, Any] | None,
+        _only({"type": "text"}, remedy="output is not constrained; only {'type': 'text'} works"),
+    ] = None
+    structured_outputs: Unconstrained = None
+    guided_json: Unconstrained = None
+    guided_regex: Unconstrained = None
+    guided_choice: Unconstrained = None
+    guided_grammar: Unconstrained = None
     # Harmless: they change nothing about the reply.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -262,10 +274,6 @@ class ChatBody(_GenerationBody):
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, _only(True, remedy="the model decides how many calls it makes")
-    ] = None
-    response_format: Annotated[
-        dict[str, Any] | None,
-        _only({"type": "text"}, remedy="output is not constrained; only {'type': 'text'} works"),
     ] = None
     reasoning_effort: Efforts | None = None
     chat_template_kwargs: TemplateOptions | None = None
