@@ -14,7 +14,7 @@ from dspark_jax.budget.traces import Trace
 
 # As in the server's scheduler: while prompts wait, drafts leave them this share of a step.
 _PROMPT_SHARE = 4
-# And this share prompts leave to drafts that need not all be verified.
+# And this share prompts leave to drafts that need not be verified.
 _DRAFT_SHARE = 8
 
 
@@ -108,7 +108,11 @@ def replay(
         if arm.policy.mode == "none":
             draft_lens[:] = 0
         draft_lens, is_admitted = _place(
-            draft_lens, is_prompt, load.prompt_len, cost.max_tokens, arm.policy.mode == "adaptive"
+            draft_lens,
+            is_prompt,
+            load.prompt_len,
+            cost.max_tokens,
+            arm.policy.min_depth if arm.policy.mode == "adaptive" else None,
         )
         query_lens = np.where(is_admitted, load.prompt_len, np.where(is_prompt, 0, 1))
         is_sampling = query_lens > 0
@@ -180,17 +184,21 @@ def _place(
     is_prompt: np.ndarray,
     prompt_len: int,
     max_tokens: int,
-    are_drafts_optional: bool,
+    min_depth: int | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Drafts that each request offers, int[R], and the prompts that the step holds, bool[R]."""
+    """Drafts that each request offers, int[R], and the prompts that the step holds, bool[R].
+
+    `min_depth` drafts of each must be verified, all if it is None.
+    """
     room = max_tokens - int(np.count_nonzero(~is_prompt))
+    draft_room = room - (min(room, max_tokens // _PROMPT_SHARE) if is_prompt.any() else 0)
     num_reserved = int(draft_lens.sum())
-    if are_drafts_optional:
-        num_reserved = min(num_reserved, room, max_tokens // _DRAFT_SHARE)
-    else:
-        draft_room = room - (min(room, max_tokens // _PROMPT_SHARE) if is_prompt.any() else 0)
-        if num_reserved > draft_room:
-            level = draft_room // np.count_nonzero(draft_lens)
-            draft_lens = np.minimum(draft_lens, level)
-            num_reserved = int(draft_lens.sum())
+    if min_depth is not None:
+        num_floor = int(np.minimum(draft_lens, min_depth).sum())
+        num_reserved = max(num_floor, min(num_reserved, max_tokens // _DRAFT_SHARE))
+        num_reserved = min(num_reserved, draft_room)
+    elif num_reserved > draft_room:
+        level = draft_room // np.count_nonzero(draft_lens)
+        draft_lens = np.minimum(draft_lens, level)
+        num_reserved = int(draft_lens.sum())
     return draft_lens, is_prompt & (np.cumsum(is_prompt) <= (room - num_reserved) // prompt_len)

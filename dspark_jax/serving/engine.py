@@ -183,7 +183,7 @@ class Engine:
             max_logit_rows=executor.max_logit_rows(buckets[-1]),
             max_model_len=executor.max_model_len,
             draft_cap=policy.draft_cap,
-            are_drafts_optional=policy.are_drafts_optional,
+            min_depth=policy.min_depth,
             pages=PageAllocator(executor.num_pages, executor.page_size),
             on_admit=lambda s: policy.on_admit(s.slot, first_serial=self._num_steps),
             on_preempt=lambda s: self._metrics.on_preemption(),

@@ -54,8 +54,8 @@ class VerificationPolicy(Protocol):
         ...
 
     @property
-    def are_drafts_optional(self) -> bool:
-        """Whether `size` chooses among the drafts offered; if so, prompts go before most of them."""
+    def min_depth(self) -> int:
+        """Drafts of these that every budget holds, 0..draft_cap; prompts go before most of the others."""
         ...
 
     def size(self, schedule: Schedule) -> StepSize:
@@ -106,7 +106,7 @@ class PlainDecoding(_WithoutHistory):
     """One token per request and step; the drafter never runs."""
 
     draft_cap = 0
-    are_drafts_optional = False
+    min_depth = 0
 
     def size(self, schedule: Schedule) -> StepSize:
         return StepSize(0, drafts=False)
@@ -115,10 +115,8 @@ class PlainDecoding(_WithoutHistory):
 class FixedVerification(_WithoutHistory):
     """Verifies the first `draft_cap` drafts of every proposal."""
 
-    are_drafts_optional = False
-
     def __init__(self, draft_cap: int) -> None:
-        self.draft_cap = draft_cap
+        self.draft_cap = self.min_depth = draft_cap
 
     def size(self, schedule: Schedule) -> StepSize:
         return StepSize(schedule.max_budget, drafts=True)
@@ -126,8 +124,6 @@ class FixedVerification(_WithoutHistory):
 
 class AdaptiveVerification:
     """The budget with the most expected tokens per second, and no drafter where ordinary decoding is faster."""
-
-    are_drafts_optional = True
 
     def __init__(
         self,
@@ -151,6 +147,7 @@ class AdaptiveVerification:
             acceptance: corrects confidences by verdicts; None takes them as they are.
         """
         self.draft_cap = draft_len
+        self.min_depth = objective.min_depth
         self._cost = cost
         self._objective = objective
         self._skipper = skipper
@@ -190,7 +187,7 @@ class AdaptiveVerification:
                 drafts=True,
                 predicted_ms=decision.predicted_ms,
                 predicted_accepted=decision.predicted_tokens - decision.num_sampling,
-                min_depth=self._objective.min_depth,
+                min_depth=self.min_depth,
                 num_sanitised=decision.num_sanitised,
                 context_len=context_len,
                 acceptance_ratio=ratio,
@@ -222,7 +219,7 @@ class AdaptiveVerification:
             budget,
             drafts=drafts,
             predicted_ms=predicted_ms,
-            min_depth=self._objective.min_depth,
+            min_depth=self.min_depth,
             num_sanitised=num_sanitised,
             context_len=context_len,
         )

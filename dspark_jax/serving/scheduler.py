@@ -13,7 +13,7 @@ from dspark_jax.serving.sequence import Sequence, Status
 
 # While prompts wait, drafts leave them this share of a step; otherwise a full batch of long drafts starves them.
 _PROMPT_SHARE = 4
-# And this share prompts leave to drafts that need not all be verified.
+# And this share prompts leave to drafts that need not be verified.
 _DRAFT_SHARE = 8
 # Tokens with which a chunk of a scored prompt advances: it begins with the last token of the chunk before.
 _LEAST_SCORED = 2
@@ -58,7 +58,7 @@ class Scheduler:
         max_logit_rows: int,
         max_model_len: int,
         draft_cap: int,
-        are_drafts_optional: bool,
+        min_depth: int,
         pages: PageAllocator,
         on_admit: Callable[[Sequence], None] = lambda sequence: None,
         on_preempt: Callable[[Sequence], None] = lambda sequence: None,
@@ -70,7 +70,7 @@ class Scheduler:
             max_logit_rows: rows of logits of a step.
             max_model_len: positions of a slot's page table.
             draft_cap: drafts that a request offers for verification, 0 without a drafter.
-            are_drafts_optional: not all drafts offered need be verified, so that prompts go before most of them.
+            min_depth: those of them that must be verified; prompts go before most of the others.
             pages: the allocator; nobody else takes pages from it.
             on_admit: called for a sequence that has just received its slot.
             on_preempt: called for a sequence that has just lost it.
@@ -87,7 +87,7 @@ class Scheduler:
         self._max_tokens = max_num_batched_tokens
         self._max_logit_rows = max_logit_rows
         self._draft_cap = draft_cap
-        self._are_drafts_optional = are_drafts_optional
+        self._min_depth = min_depth
         self._on_admit = on_admit
         self._on_preempt = on_preempt
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -200,20 +200,22 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
 
     def _place_decodes(self, decoding: list[tuple[Sequence, int]], has_prompts: bool) -> Schedule:
-        """One token for every decoding sequence; all its drafts if they are optional, else what the step holds."""
+        """One token for every decoding sequence; all its drafts if some are optional, else what the step holds."""
         num_rows = len(decoding)
         room = self._max_tokens - num_rows
+        if has_prompts:
+            room -= min(room, self._max_tokens // _PROMPT_SHARE)
         num_drafts = sum([cap for _, cap in decoding]) if self._draft_cap else 0
-        num_reserved = num_drafts
-        if self._are_drafts_optional:
-            num_reserved = min(num_drafts, room, self._max_tokens // _DRAFT_SHARE)
+        if self._min_depth < self._draft_cap:
+            num_floor = sum(min(cap, self._min_depth) for _, cap in decoding)
+            num_reserved = max(num_floor, min(num_drafts, self._max_tokens // _DRAFT_SHARE))
+            num_reserved = min(num_reserved, room)
         else:
-            if has_prompts:
-                room -= min(room, self._max_tokens // _PROMPT_SHARE)
             if num_drafts > room:
                 level = room // num_rows
                 decoding = [(sequence, min(cap, level)) for sequence, cap in decoding]
-                num_drafts = num_reserved = sum(cap for _, cap in decoding)
+                num_drafts = sum(cap for _, cap in decoding)
+            num_reserved = num_drafts
         rows = [ScheduledRow(sequence, sequence.decode_row(cap), 1) for sequence, cap in decoding]
         return Schedule(rows, num_rows, num_drafts, num_reserved, num_rows)
 

@@ -23,7 +23,7 @@ def make_scheduler(**changes) -> Scheduler:
         max_logit_rows=16,
         max_model_len=MAX_MODEL_LEN,
         draft_cap=3,
-        are_drafts_optional=False,
+        min_depth=3,
         pages=PageAllocator(64, page_size=4),
     )
     return Scheduler(**(fields | changes))
@@ -94,20 +94,21 @@ def test_drafts_leave_waiting_prompts_a_share_of_the_step() -> None:
     assert shape(dispatch(scheduler, 2)) == [*((name, 1, 2) for name in "abcd"), ("e", 4, 0)]
 
 
-def test_prompts_go_before_most_optional_drafts() -> None:
-    scheduler = make_scheduler(are_drafts_optional=True)
+@pytest.mark.parametrize(("min_depth", "num_prompt_tokens"), [(0, 12), (1, 12), (2, 10)])
+def test_prompts_go_before_most_optional_drafts(min_depth: int, num_prompt_tokens: int) -> None:
+    scheduler = make_scheduler(min_depth=min_depth)
     for name in "ab":
         scheduler.add(make_sequence(name))
     land(dispatch(scheduler), [5], [6])
     scheduler.add(make_sequence("c", num_prompt=20))
     schedule = dispatch(scheduler)
-    # 16 tokens less 2 that decode, of which an eighth is left to drafts: all of them are offered for it.
-    assert shape(schedule) == [("a", 1, 3), ("b", 1, 3), ("c", 12, 0)]
-    assert (schedule.num_draft_tokens, schedule.max_budget) == (6, 2)
+    # 16 tokens; 2 decode, and an eighth, or what must be verified, is left to drafts. All are offered for it.
+    assert shape(schedule) == [("a", 1, 3), ("b", 1, 3), ("c", num_prompt_tokens, 0)]
+    assert (schedule.num_draft_tokens, schedule.max_budget) == (6, 14 - num_prompt_tokens)
 
 
 def test_optional_drafts_are_all_offered_where_a_step_holds_a_part() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=8, are_drafts_optional=True)
+    scheduler = make_scheduler(max_num_batched_tokens=8, min_depth=0)
     for name in "abc":
         scheduler.add(make_sequence(name, num_prompt=2))
     land(dispatch(scheduler), [5], [6], [7])
