@@ -207,7 +207,9 @@ class Scheduler:
             room -= min(room, self._max_tokens // _PROMPT_SHARE)
         num_drafts = sum([cap for _, cap in decoding]) if self._draft_cap else 0
         if self._min_depth < self._draft_cap:
-            num_floor = sum(min(cap, self._min_depth) for _, cap in decoding)
+            num_floor = 0
+            if self._min_depth:
+                num_floor = sum(min(cap, self._min_depth) for _, cap in decoding)
             num_reserved = max(num_floor, min(num_drafts, self._max_tokens // _DRAFT_SHARE))
             num_reserved = min(num_reserved, room)
         else:
