@@ -10,12 +10,8 @@ from dspark_jax.budget.cost_table import CostTable
 from dspark_jax.budget.optimizer import BudgetLimits, BudgetPolicy, choose_budget
 from dspark_jax.budget.skipper import DraftMode, DraftSkipper
 from dspark_jax.budget.snapshots import NO_PROPOSAL, ConfidenceSnapshots
+from dspark_jax.budget.step_room import reserved_for_drafts, room_for_drafts
 from dspark_jax.budget.traces import Trace
-
-# As in the server's scheduler: while prompts wait, drafts leave them this share of a step.
-_PROMPT_SHARE = 4
-# And this share prompts leave to drafts that need not be verified.
-_DRAFT_SHARE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,15 +186,15 @@ def _place(
 
     `min_depth` drafts of each must be verified, all if it is None.
     """
-    room = max_tokens - int(np.count_nonzero(~is_prompt))
-    draft_room = room - (min(room, max_tokens // _PROMPT_SHARE) if is_prompt.any() else 0)
+    num_decodes = int(np.count_nonzero(~is_prompt))
+    room = room_for_drafts(num_decodes, max_tokens, has_prompts=bool(is_prompt.any()))
     num_reserved = int(draft_lens.sum())
     if min_depth is not None:
         num_floor = int(np.minimum(draft_lens, min_depth).sum())
-        num_reserved = max(num_floor, min(num_reserved, max_tokens // _DRAFT_SHARE))
-        num_reserved = min(num_reserved, draft_room)
-    elif num_reserved > draft_room:
-        level = draft_room // np.count_nonzero(draft_lens)
+        num_reserved = reserved_for_drafts(num_reserved, num_floor, room, max_tokens)
+    elif num_reserved > room:
+        level = room // np.count_nonzero(draft_lens)
         draft_lens = np.minimum(draft_lens, level)
         num_reserved = int(draft_lens.sum())
-    return draft_lens, is_prompt & (np.cumsum(is_prompt) <= (room - num_reserved) // prompt_len)
+    prompt_room = max_tokens - num_decodes - num_reserved
+    return draft_lens, is_prompt & (np.cumsum(is_prompt) <= prompt_room // prompt_len)

@@ -7,14 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dspark_jax.budget import NO_PROPOSAL
+from dspark_jax.budget.step_room import reserved_for_drafts, room_for_drafts
 from dspark_jax.decode.plan import RowPlan
 from dspark_jax.serving.pages import PageAllocator, PageTable
 from dspark_jax.serving.sequence import Sequence, Status
 
-# While prompts wait, drafts leave them this share of a step; otherwise a full batch of long drafts starves them.
-_PROMPT_SHARE = 4
-# And this share prompts leave to drafts that need not be verified.
-_DRAFT_SHARE = 8
 # Tokens with which a chunk of a scored prompt advances: it begins with the last token of the chunk before.
 _LEAST_SCORED = 2
 
@@ -202,16 +199,13 @@ class Scheduler:
     def _place_decodes(self, decoding: list[tuple[Sequence, int]], has_prompts: bool) -> Schedule:
         """One token for every decoding sequence; all its drafts if some are optional, else what the step holds."""
         num_rows = len(decoding)
-        room = self._max_tokens - num_rows
-        if has_prompts:
-            room -= min(room, self._max_tokens // _PROMPT_SHARE)
+        room = room_for_drafts(num_rows, self._max_tokens, has_prompts=has_prompts)
         num_drafts = sum([cap for _, cap in decoding]) if self._draft_cap else 0
         if self._min_depth < self._draft_cap:
             num_floor = 0
             if self._min_depth:
                 num_floor = sum(min(cap, self._min_depth) for _, cap in decoding)
-            num_reserved = max(num_floor, min(num_drafts, self._max_tokens // _DRAFT_SHARE))
-            num_reserved = min(num_reserved, room)
+            num_reserved = reserved_for_drafts(num_drafts, num_floor, room, self._max_tokens)
         else:
             if num_drafts > room:
                 level = room // num_rows
