@@ -41,13 +41,18 @@ class Repeated(NamedTuple):
         return 1e3 * statistics.median(times) / self.repeats
 
 
+def repeats_for(expected_ms: float) -> int:
+    """How often to run what takes `expected_ms`, for a timed program of about TARGET_MS."""
+    return int(min(400, max(8, TARGET_MS / max(expected_ms, 1e-3))))
+
+
 def repeat(run: Callable[[Any, jax.Array], Any], arguments: Any, expected_ms: float) -> Repeated:
     """`run(arguments, i)` for many i as one compiled program. May be called from several threads at once.
 
     `run` must depend on i, or the compiler hoists it out of the loop: pass a layer `i % layers`, which also keeps
     the level-two cache cold.
     """
-    repeats = int(min(400, max(8, TARGET_MS / max(expected_ms, 1e-3))))
+    repeats = repeats_for(expected_ms)
     like = jax.eval_shape(run, arguments, jnp.int32(0))
 
     @jax.jit
@@ -74,6 +79,36 @@ def time_torch_ms(run: Callable[[], Any], repeats: int = 20) -> float:
         begin.record()
         for _ in range(repeats):
             run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / repeats)
+    return statistics.median(times)
+
+
+def time_captured_ms(run: Callable[[int], Any], expected_ms: float) -> float:
+    """Median time in ms of one of the PyTorch calls `run(i)`, many of them captured in one CUDA graph.
+
+    The counterpart of `time_ms`: no launch gaps, and as i chooses other inputs, a cold level-two cache.
+    RuntimeError where the calls cannot be captured.
+    """
+    import torch
+
+    repeats = repeats_for(expected_ms)
+    for i in range(3):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads of the process, JAX's for one, must not end the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for i in range(repeats):
+            run(i)
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The first replay keeps the GPU busy until the second, which is timed, has been launched.
+        graph.replay()
+        begin.record()
+        graph.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / repeats)

@@ -1,11 +1,14 @@
 """Time the Triton kernels on one GPU, beside the device's ceilings and other implementations.
 
-    python -m benchmarks.kernels [--only sparse_mla expert_mlp] [--tune [2048 ...]] [--limit-s 460]
+    python -m benchmarks.kernels [--only sparse_mla expert_mlp] [--tune [2048 ...]] [--limit-s 460] [--peers DIR]
 
 Each case is first compared with its reference; a case that fails is reported, and the rest still runs. `--tune`
 also times other tile sizes and prints the best: they are compiled on all cores, as far as `--tune-s` seconds per
-case go. Results go to `kernels.json` in $OUT or the working directory (`--output` names another file), written
-after every case, so that a run which is cut off leaves what it found.
+case go. `--peers` names a folder with the binaries of FlashMLA and DeepGEMM (`benchmarks/peers_pack.sh`): their
+times are taken right after ours and shown with ratios, above 1 where ours is faster; one that fails is reported in
+a line. At the end stand the targets and which of them are met. Results go to `kernels.json` in $OUT or the working
+directory (`--output` names another file), written after every case, so that a run which is cut off leaves what it
+found.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 
 from benchmarks.kernel_problems import PROBLEMS, Problem, label
+from benchmarks.kernel_targets import target_rows
 from benchmarks.kernel_timing import Ceilings, measure_ceilings, repeat, time_ms
+from benchmarks.peer_times import KERNELS, add_times, measure_peers, with_ratios
+from benchmarks.result import markdown_table
 from dspark_jax.kernels.dispatch import Backend, default_dispatch
 
 
@@ -46,6 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--limit-s", type=float, default=460.0, help="start no case after this time"
     )
+    parser.add_argument("--peers", type=Path, help="folder with other implementations' binaries")
+    parser.add_argument(
+        "--peers-s", type=float, default=150.0, help="seconds of their times per kernel"
+    )
     options = parser.parse_args(argv)
     dispatch = default_dispatch()
     if dispatch.backend is not Backend.PALLAS:
@@ -59,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(
         f"{'kernel':<12} {'case':<36} {'ms':>8} {'TB/s':>6} {'share':>6} {'TFLOP/s':>8} {'share':>6} "
-        f"{'error':>8}  others",
+        f"{'error':>8}  others, ms",
         flush=True,
     )
     results: list[dict[str, Any]] = []
@@ -81,6 +91,14 @@ def main(argv: list[str] | None = None) -> int:
             tuned = None if options.tune is None else (options.tune or [""])
             results.append(_run(name, build, ceilings, tuned, options.tune_s))
             path.write_text(json.dumps(report, indent=1))
+        left = min(options.peers_s, options.limit_s - (time.monotonic() - begin))
+        if options.peers is not None and name in KERNELS and left > 0:
+            for line in add_times(results, measure_peers(name, options.peers, left)):
+                print(line, flush=True)
+            path.write_text(json.dumps(report, indent=1))
+    report["targets"] = target_rows(report)
+    path.write_text(json.dumps(report, indent=1))
+    print(f"\n{markdown_table(report['targets'])}")
     failed = [r for r in results if r.get("failure")]
     print(f"{len(results)} cases, {len(failed)} failed, {time.monotonic() - begin:.0f} s, {path}")
     return len(failed)
@@ -119,11 +137,10 @@ def _measure(problem: Problem, ceilings: Ceilings) -> dict[str, Any]:
             peers[peer] = measure()
         except Exception as failure:
             print(f"  {peer} did not run: {type(failure).__name__}: {str(failure)[:200]}")
-    others = ", ".join(f"{p} {t:.4f} ms ({t / ms:.2f}x)" for p, t in peers.items())
     shares = rate / ceilings.bytes_per_s, flops / ceilings.flops
     print(
         f"{problem.kernel:<12} {problem.case:<36} {ms:8.4f} {rate / 1e12:6.2f} {shares[0]:6.0%} "
-        f"{flops / 1e12:8.1f} {shares[1]:6.0%} {error:8.1e}  {others}",
+        f"{flops / 1e12:8.1f} {shares[1]:6.0%} {error:8.1e}  {with_ratios(peers, ms)}",
         flush=True,
     )
     return {

@@ -19,6 +19,7 @@ from typing import Any
 import tyro
 
 from benchmarks.flash_report import draw_pictures, flash_tables
+from benchmarks.peer_times import with_ratios
 from benchmarks.result import markdown_table
 from dspark_jax.serving.bench.report import sweep_table
 
@@ -87,7 +88,7 @@ def _sweep(data: Mapping[str, Any]) -> str:
 
 
 def _kernels(data: Mapping[str, Any]) -> str:
-    """Times of kernels beside the two ceilings of the same run, and other implementations' times."""
+    """Times of kernels beside the ceilings of the same run and other implementations, and what targets it met."""
     rows = [
         {
             "kernel": result["kernel"],
@@ -97,14 +98,17 @@ def _kernels(data: Mapping[str, Any]) -> str:
             "of copy": f"{result['bytes_per_s'] / data['bytes_per_s']:.0%}",
             "TFLOP/s": result["flops"] / 1e12,
             "of product": f"{result['flops'] / data['flops']:.0%}",
-            "others, ms": ", ".join(f"{n} {ms:.3g}" for n, ms in result["peers_ms"].items()),
+            "others, ms (over ours)": with_ratios(result["peers_ms"], result["ms"]),
         }
         for result in data["results"]
+        if "ms" in result
     ]
     measured = f", {data['date']}" if "date" in data else ""
+    targets = f"\n{markdown_table(data['targets'])}" if "targets" in data else ""
     return (
-        f"{markdown_table(rows)}\nCeilings of the same run: a copy moves {data['bytes_per_s'] / 1e12:.2f} TB/s, a "
-        f"bfloat16 product {data['flops'] / 1e12:.0f} TFLOP/s. {data['device']}, jax {data['jax']}{measured}.\n"
+        f"{markdown_table(rows)}{targets}\nCeilings of the same run: a copy moves "
+        f"{data['bytes_per_s'] / 1e12:.2f} TB/s, a bfloat16 product {data['flops'] / 1e12:.0f} TFLOP/s. "
+        f"{data['device']}, jax {data['jax']}{measured}.\n"
     )
 
 

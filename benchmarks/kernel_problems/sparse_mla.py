@@ -1,0 +1,100 @@
+"""Sparse attention of decode steps and of a prompt chunk."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernel_problems.problem import Problem, label, nearest, relative_error
+from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.sparse_mla import cases as mla_cases
+from dspark_jax.kernels.sparse_mla import pallas_triton as mla
+from dspark_jax.kernels.sparse_mla.reference import sparse_mla_reference
+
+POOL = 131072
+"""Entries per layer: with six layers far more than the level-two cache holds."""
+
+
+def sparse_mla_problems(dispatch: Dispatch) -> Iterator[Callable[[], Problem]]:
+    """Decode steps at Flash and Pro sizes, and a prompt chunk: 128 window rows and 512 or 1024 entries."""
+    for tokens in (1, 16, 64, 256, 1024, 2048):
+        case = mla_cases.decode_case(tokens, **mla_cases.FLASH)
+        yield partial(_sparse_mla, "flash", case, dispatch)
+    yield partial(_sparse_mla, "flash", mla_cases.prefill_case(2048, **mla_cases.FLASH), dispatch)
+    for tokens in (16, 256):
+        case = mla_cases.decode_case(tokens, listed=1024, **mla_cases.PRO)
+        yield partial(_sparse_mla, "pro", case, dispatch)
+
+
+def _sparse_mla(model: str, case: mla_cases.Case, dispatch: Dispatch) -> Problem:
+    layers, pool = 6, POOL
+    made = mla_cases.make(case, 1, jnp.bfloat16)
+    key = jax.random.key(2)
+    arrays = {k: v for k, v in made.items() if k not in ("layer", "entry_layer")}
+    # Every row may be read: fresh numbers in place of the poison, more layers and a larger pool.
+    window = jax.random.normal(key, (layers, *made["window"].shape[1:]), jnp.bfloat16)
+    entries = jax.random.normal(key, (layers, pool // 64, 64, case.width), jnp.bfloat16)
+    tokens = made["q"].shape[0]
+    arrays |= {
+        "window": window,
+        "entries": entries,
+        "step_rows": jnp.nan_to_num(made["step_rows"]),
+        "entry_places": jax.random.randint(key, (tokens, case.listed), 0, pool),
+        "entry_counts": jnp.full(tokens, case.listed, jnp.int32),
+    }
+
+    def run(tile, arrays, i):
+        layer = i % layers
+        return mla.sparse_mla_pallas(
+            **arrays, layer=layer, entry_layer=layer, dispatch=dispatch, tile=tile
+        )
+
+    def check() -> float:
+        where = {"layer": jnp.int32(1), "entry_layer": jnp.int32(1)}
+        expected = jax.jit(sparse_mla_reference)(**arrays, **where)
+        return relative_error(jax.jit(partial(run, None))(arrays, jnp.int32(1)), expected)
+
+    rows = case.window + case.listed
+    default = mla.default_tile(
+        tokens=tokens,
+        heads=case.heads,
+        width=case.width,
+        rows=rows,
+        itemsize=2,
+        capability=dispatch.capability,
+    )
+    variants = {}
+    tiles = [
+        mla.Tile(heads, keys, step_keys, part, splits, warps, stages)
+        for heads, keys, step_keys, part, splits, warps, stages in itertools.product(
+            (32, 64),
+            (32, 64, 128),
+            (16, 64),
+            (128, 256, 512),
+            sorted({default.splits, 1, 2 * default.splits} if tokens <= 256 else {1}),
+            (4, 8),
+            (1, 2, 3, 4, 5),
+        )
+        if step_keys <= keys and splits <= 10
+    ]
+    # Heads and warps go together: each warp sums for eight heads.
+    for tile in nearest(tiles, default, most=3):
+        if tile.warps == tile.heads // 8:
+            variants[label(tile)] = partial(run, tile)
+    seen = tokens * rows
+    return Problem(
+        kernel="sparse_mla",
+        case=f"{model} {case.name}",
+        arguments=arrays,
+        run=partial(run, None),
+        check=check,
+        num_bytes=2.0 * case.width * (seen + 2 * tokens * case.heads),
+        flops=4.0 * seen * case.heads * case.width,
+        expected_ms=max(0.02, seen * case.heads * case.width * 4 / 2e11),
+        tile=default,
+        variants=variants,
+    )
