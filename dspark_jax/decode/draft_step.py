@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from dspark_jax.config import ModelConfig
 from dspark_jax.decode import synthetic
 from dspark_jax.decode.effort import Effort
+from dspark_jax.decode.inversion import NUMBERS, draw_draft
 from dspark_jax.decode.packing import PackedRows, unpack_rows
-from dspark_jax.decode.sampling import Stream, draw
+from dspark_jax.decode.sampling import Stream, draw, if_wanted, uniform
 from dspark_jax.decode.shaping import only_the_best, shaped_logits
 from dspark_jax.decode.state import DecodeState, Proposals
 from dspark_jax.decode.step import ModelParams
@@ -54,18 +55,26 @@ def draft_step(
     slot = jnp.maximum(rows.slot, 0)
     active = rows.is_used & rows.samples & ~state.ended[slot]
     anchor_positions = state.positions[slot]
-    noise = (Stream.DRAFT, anchor_positions)
-    if options.method is Method.COUPLED:
-        noise = (Stream.TARGET, None)
+    sampling, drafts = rows.sampling, cfg.draft.block_size
+    place_in_round = anchor_positions[:, None] * drafts + jnp.arange(drafts)
+    numbers = if_wanted(
+        effort,
+        ~jnp.all(sampling.is_greedy),
+        lambda _: uniform(sampling, place_in_round, Stream.DRAFT, (NUMBERS,)),
+        jnp.zeros((*place_in_round.shape, NUMBERS)),
+    )
 
-    def choose(raw: jax.Array, positions: jax.Array, drafted: jax.Array):
+    def choose(raw: jax.Array, k: jax.Array, drafted: jax.Array):
         # Any distribution is exact if it is the one drawn from; one of NaN is none.
         usable = jnp.all(jnp.isfinite(raw), axis=-1, keepdims=True)
         raw = jnp.where(usable, raw, 0.0)
-        shaped = shaped_logits(raw, rows.sampling, positions, slot, state.counts, drafted, effort)
+        positions = anchor_positions + 1 + k
+        shaped = shaped_logits(raw, sampling, positions, slot, state.counts, drafted, effort)
         if options.greedy_drafts:
             shaped = only_the_best(shaped)
-        return draw(shaped, rows.sampling, positions, *noise, effort=effort), shaped
+        if options.method is Method.COUPLED:
+            return draw(shaped, sampling, positions, effort=effort), shaped
+        return draw_draft(shaped, sampling, numbers[:, k], effort=effort), shaped
 
     proposal = propose(
         params.draft,
@@ -82,11 +91,8 @@ def draft_step(
     confidences = proposal.confidences
     if options.method is Method.SYNTHETIC:
         assert state.synthetic is not None
-        confidences = synthetic.publish(
-            state.synthetic, rows.sampling, anchor_positions, confidences
-        )
+        confidences = synthetic.publish(state.synthetic, sampling, anchor_positions, confidences)
     pending, at = state.proposals, jnp.where(active, rows.slot, slots)
-    drafts = proposal.tokens.shape[1]
     pending = Proposals(
         lens=pending.lens.at[at].set(drafts, mode="drop"),
         tokens=pending.tokens.at[at].set(proposal.tokens, mode="drop"),

@@ -24,7 +24,8 @@ class Stream(enum.IntEnum):
     what `decode.synthetic` knows of a request and of a round.
 
     A position behind a rejection is drafted again, and its first draft may have shaped the confidences that size
-    later budgets: draws from `DRAFT` are keyed by the round's anchor too, so that the second draft is independent.
+    later budgets: draws from `DRAFT` are keyed by the round's anchor and the place in the round, so that the
+    second draft is independent.
     """
 
     TARGET = 0
@@ -154,41 +155,37 @@ def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     return jnp.where(fits, logits, NEVER)
 
 
-def row_keys(
-    seed: jax.Array, positions: jax.Array, stream: Stream, anchors: jax.Array | None = None
-) -> jax.Array:
-    """One key per row from its seed [C, 2], the absolute position [C] of the token drawn, and the stream.
+def row_keys(seed: jax.Array, places: jax.Array, stream: Stream) -> jax.Array:
+    """One key for each of `places` int32 [C, ...], from the seed [C, 2] of its row, the place and the stream.
 
-    `anchors` [C] are the positions of the rounds' anchors, for draws that a later round repeats.
+    A place is the absolute position of the token drawn, or whatever else tells the draws of a stream apart; less
+    than 2**28.
     """
 
-    def one(words: jax.Array, *data: jax.Array) -> jax.Array:
+    def one(words: jax.Array, place: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        for part in (*data, int(stream)):
-            key = jax.random.fold_in(key, part)
-        return key
+        # Both in one number, because folding one in is dear on a CPU.
+        return jax.random.fold_in(key, place * len(Stream) + int(stream))
 
-    anchors = jnp.zeros_like(positions) if anchors is None else anchors
-    return jax.vmap(one)(seed, positions, anchors)
+    seed = seed.reshape(seed.shape[0], *[1] * (places.ndim - 1), 2)
+    return jnp.vectorize(one, signature="(2),()->()")(seed, places)
 
 
 def draw(
     shaped: jax.Array,
     rows: SamplingRows,
     positions: jax.Array,
-    stream: Stream,
-    anchors: jax.Array | None = None,
     *,
     effort: Effort = Effort.AS_NEEDED,
 ) -> jax.Array:
     """One token per row, int32 [C]: arg-max of shaped logits [C, V], plus Gumbel noise where temperature > 0.
 
-    Ties go to the lowest id. The noise of a row depends on its seed, position, stream and, if given, anchor alone.
-    `effort` is what the rows need, or more.
+    Ties go to the lowest id. The noise of a row depends on its seed and position alone, so that two draws with the
+    same noise agree as often as their distributions do. `effort` is what the rows need, or more.
     """
 
     def noisy(shaped: jax.Array) -> jax.Array:
-        keys = row_keys(rows.seed, positions, stream, anchors)
+        keys = row_keys(rows.seed, positions, Stream.TARGET)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, shaped.shape[1:]))(keys)
         return shaped + jnp.where(rows.is_greedy[:, None], 0.0, noise)
 
@@ -196,6 +193,10 @@ def draw(
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
-def uniform(rows: SamplingRows, positions: jax.Array, stream: Stream) -> jax.Array:
-    """One uniform number in [0, 1) per row, float32 [C]."""
-    return jax.vmap(lambda key: jax.random.uniform(key))(row_keys(rows.seed, positions, stream))
+def uniform(
+    rows: SamplingRows, places: jax.Array, stream: Stream, shape: tuple[int, ...] = ()
+) -> jax.Array:
+    """Uniform numbers in [0, 1), float32 [C, ..., *shape]: of this shape for each of `places` int32 [C, ...]."""
+    keys = row_keys(rows.seed, places, stream)
+    numbers = jax.vmap(lambda key: jax.random.uniform(key, shape))(keys.reshape(-1))
+    return numbers.reshape(*places.shape, *shape)

@@ -15,7 +15,7 @@ from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.options import StepOptions
 from dspark_jax.decode.packing import PackedRows, Rows, unpack_rows
 from dspark_jax.decode.plan import RowFinish
-from dspark_jax.decode.sampling import Stream, draw
+from dspark_jax.decode.sampling import draw
 from dspark_jax.decode.score import Picked, Scored, live_rows, sampling_rows
 from dspark_jax.decode.shaping import shaped_logits
 from dspark_jax.decode.state import DecodeState, TokenCounts
@@ -125,7 +125,6 @@ def _judge(
             shaped[jnp.minimum(where.base, shaped.shape[0] - 1)],
             rows.sampling,
             where.positions + 1,
-            Stream.TARGET,
             effort=effort,
         )
         return Verdict(last[:, None], jnp.zeros_like(last))

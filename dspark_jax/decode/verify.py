@@ -80,7 +80,7 @@ def verify_standard(
         log_p = target[row, draft_tokens] - log_norm[row]
         best = jnp.argmax(target, axis=-1)
         place = where.positions[:, None] + 1 + jnp.arange(draft_tokens.shape[1])
-        coins = jax.vmap(lambda p: uniform(rows, p, Stream.ACCEPT), in_axes=1, out_axes=1)(place)
+        coins = uniform(rows, place, Stream.ACCEPT)
         # The second test keeps a coin of exactly zero from accepting what the target never draws.
         passes = (jnp.log(coins) + draft_logprobs < log_p) & (log_p > NEVER / 2)
         passes = jnp.where(rows.is_greedy[:, None], draft_tokens == best[row], passes)
@@ -107,7 +107,7 @@ def verify_standard(
 
     final = if_wanted(effort, jnp.any(rejected & ~rows.is_greedy), with_residual, final)
     place = where.positions + accept_lens + 1
-    last = draw(final, rows, place, Stream.TARGET, effort=effort)
+    last = draw(final, rows, place, effort=effort)
     return Verdict(_append(draft_tokens, last, accept_lens), accept_lens)
 
 
@@ -129,7 +129,7 @@ def verify_coupled(
     count = target.shape[0]
     owner = jnp.minimum(row_of, where.base.shape[0] - 1)
     place = where.positions[owner] + 1 + jnp.arange(count) - where.base[owner]
-    drawn = draw(target, rows.take(owner), jnp.maximum(place, 0), Stream.TARGET, effort=effort)
+    drawn = draw(target, rows.take(owner), jnp.maximum(place, 0), effort=effort)
     width = draft_tokens.shape[1]
     row = jnp.minimum(where.base[:, None] + jnp.arange(width + 1), count - 1)
     own = drawn[row]  # [R, G + 1]

@@ -130,7 +130,6 @@ def propose_dense(
             params.markov, cfg, state, previous, hidden[:, k]
         ),
         anchors=anchors,
-        positions=positions,
         choose=choose,
     )
     return Proposal(

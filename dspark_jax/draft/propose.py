@@ -17,8 +17,8 @@ from dspark_jax.model.layers import rms_norm
 from dspark_jax.model.params import Params
 from dspark_jax.model.transformer import logits
 
-# (corrected logits [R, V], position of the token [R], tokens drafted so far [R, G] with -1 ahead)
-# -> token int32 [R], the shaped logits float32 [R, V] that it was drawn from
+# (corrected logits [R, V], draft position k, tokens drafted so far [R, G] with -1 ahead) -> token int32 [R],
+# the shaped logits float32 [R, V] that it was drawn from
 Chooser = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -70,7 +70,6 @@ def propose(
         (),
         lambda state, previous, k: (state, transition_logits(params, previous)),
         anchors=anchors,
-        positions=positions,
         choose=choose,
     )
     before = tokens_before(anchors, tokens)
@@ -88,12 +87,11 @@ def draw_in_sequence(
     transition: Transition,
     *,
     anchors: jax.Array,
-    positions: jax.Array,
     choose: Chooser,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw G tokens left to right from `base` float32 [R, G, V] corrected by the token before each.
 
-    `transition` starts with `state`; the first token follows `anchors` int32 [R] at `positions` [R].
+    `transition` starts with `state`; the first token follows `anchors` int32 [R].
 
     Returns:
       tokens int32 [R, G], and the shaped logits float32 [R, G, V] that they were drawn from.
@@ -104,7 +102,7 @@ def draw_in_sequence(
     def draw_one(carry, k):
         state, previous, drafted = carry
         state, bias = transition(state, previous, k)
-        token, shaped = choose(base[:, k] + bias, positions + 1 + k, drafted)
+        token, shaped = choose(base[:, k] + bias, k, drafted)
         return (state, token, drafted.at[:, k].set(token)), shaped
 
     (_, _, tokens), shaped = jax.lax.scan(draw_one, (state, anchors, nothing), jnp.arange(drafts))

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.decode.inversion import NUMBERS, draw_draft
 from dspark_jax.decode.row_layout import MAX_STOP_IDS
-from dspark_jax.decode.sampling import SamplingRows, Stream, draw
+from dspark_jax.decode.sampling import SamplingRows, Stream, uniform
 from dspark_jax.decode.shaping import only_the_best, shaped_logits
 from dspark_jax.decode.state import TokenCounts
 from dspark_jax.decode.verify import LogitRows, Verdict, verify_standard
@@ -122,13 +123,15 @@ def _draft(
     requests = texts.anchors.shape[0]
     previous, tokens = texts.anchors, jnp.full((requests, drafts), -1, jnp.int32)
     shaped, confidences = [], []
+    in_round = texts.positions[:, None] * drafts + jnp.arange(drafts)
+    numbers = uniform(rows, in_round, Stream.DRAFT, (NUMBERS,))
     for k in range(drafts):
         place = texts.positions + 1 + k
         raw = tables.drafter[previous]
         q = shaped_logits(raw, rows, place, jnp.arange(requests), _counts(texts), tokens)
         shaped.append(jnp.where(greedy, only_the_best(q), q))
         confidences.append(tables.confidence[previous])
-        previous = draw(shaped[-1], rows, place, Stream.DRAFT, texts.positions)
+        previous = draw_draft(shaped[-1], rows, numbers[:, k])
         tokens = tokens.at[:, k].set(previous)
     return tokens, jnp.stack(shaped, axis=1), jnp.stack(confidences, axis=1)
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from dspark_jax.decode.effort import Effort
+from dspark_jax.decode.inversion import NUMBERS, draw_draft
 from dspark_jax.decode.plan import RowPlan, StepPlan
-from dspark_jax.decode.sampling import Stream, draw
+from dspark_jax.decode.sampling import Stream, uniform
 from dspark_jax.decode.shaping import shaped_logits
 from dspark_jax.decode.state import TokenCounts
 from dspark_jax.decode.verify import LogitRows, verify_coupled, verify_standard
@@ -29,7 +30,8 @@ def judge(target, drafter, rows, *, effort):
         output=jnp.ones((ROWS, VOCAB), jnp.int32), prompt=jnp.zeros((ROWS, VOCAB), bool)
     )
     q = shaped_logits(drafter, rows, place, slots, counts, None, effort)
-    tokens = draw(q, rows, place, Stream.DRAFT, place, effort=effort)
+    numbers = uniform(rows, place, Stream.DRAFT, (NUMBERS,))
+    tokens = draw_draft(q, rows, numbers, effort=effort)
     owner = jnp.arange(ROWS * (DRAFTS + 1)) // (DRAFTS + 1)
     p = shaped_logits(target, rows.take(owner), place[owner], slots[owner], counts, None, effort)
     drafts = jnp.stack([tokens] * DRAFTS, axis=1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.decode.sampling import NEVER, Stream, draw
+from dspark_jax.decode.inversion import NUMBERS, draw_draft
+from dspark_jax.decode.sampling import NEVER, Stream, draw, uniform
 from dspark_jax.decode.verify import LogitRows, Verdict, verify_coupled, verify_standard
 from tests.decode.tables import sampling_rows
 from tests.quick_jit import quick_jit
@@ -43,16 +46,19 @@ def standard(target, tokens, q, lens, **sampling) -> Verdict:
     )
 
 
-drawn = quick_jit(draw, static_argnames="stream")
+targets = quick_jit(draw)
 
 
-def draws(logits, stream: Stream, **sampling) -> np.ndarray:
+@quick_jit
+def drafts(logits, rows, anchors) -> jax.Array:
+    return draw_draft(logits, rows, uniform(rows, anchors, Stream.DRAFT, (NUMBERS,)))
+
+
+def draws(logits, draw: Callable[..., jax.Array]) -> np.ndarray:
     """Each request's token behind its anchor, from `logits` [V] or [R, V]."""
     logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (REQUESTS, VOCAB))
-    rows = sampling_rows(REQUESTS, 1, **sampling)
-    anchors = jnp.full(REQUESTS, PLACE)
-    own = anchors if stream is Stream.DRAFT else None
-    return np.asarray(drawn(logits, rows, anchors + 1, stream=stream, anchors=own))
+    rows, anchors = sampling_rows(REQUESTS, 1), jnp.full(REQUESTS, PLACE)
+    return np.asarray(draw(logits, rows, anchors + 1))
 
 
 def kept(verdict: Verdict) -> list[list[int]]:
@@ -95,19 +101,19 @@ def test_what_the_target_never_draws_is_never_accepted():
 def test_a_drafter_of_nan_yields_the_targets_own_draw():
     target = np.random.default_rng(3).normal(size=(REQUESTS, 1, VOCAB))
     verdict = standard(target, 0, np.nan, 2)
-    assert kept(verdict) == draws(target[:, 0], Stream.TARGET)[:, None].tolist()
+    assert kept(verdict) == draws(target[:, 0], targets)[:, None].tolist()
 
 
 def test_without_drafts_the_target_draws_itself():
     target = np.random.default_rng(4).normal(size=(REQUESTS, 1, VOCAB))
     verdict = standard(target, 0, 0, 0)
-    assert kept(verdict) == draws(target[:, 0], Stream.TARGET)[:, None].tolist()
+    assert kept(verdict) == draws(target[:, 0], targets)[:, None].tolist()
 
 
 def test_drafts_are_accepted_as_often_as_the_laws_overlap():
     """The label that the confidence head learns: sum_v min(p(v), q(v))."""
     p, q = np.random.default_rng(5).normal(0, 1, (2, VOCAB))
-    tokens = draws(q, Stream.DRAFT)
+    tokens = draws(q, drafts)
     verdict = standard(p, tokens[:, None], q, 1)
     overlap = np.minimum(probs(p), probs(q)).sum()
     assert 0.5 < overlap < 0.9
@@ -117,7 +123,7 @@ def test_drafts_are_accepted_as_often_as_the_laws_overlap():
 def test_coupled_acceptance_has_its_lower_bound():
     """One noise for both sides agrees with probability at least (1 - TV) / (1 + TV)."""
     p, q = np.random.default_rng(7).normal(0, 1, (2, VOCAB))
-    tokens, own = draws(q, Stream.TARGET), draws(p, Stream.TARGET)
+    tokens, own = draws(q, targets), draws(p, targets)
     index = jnp.arange(REQUESTS)
     where = LogitRows(index * 2, jnp.ones(REQUESTS, int), jnp.full(REQUESTS, PLACE))
     flat = jnp.broadcast_to(jnp.asarray(p, jnp.float32), (2 * REQUESTS, VOCAB))

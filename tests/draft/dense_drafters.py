@@ -50,7 +50,7 @@ def draft(params, context, anchors, positions, *, cfg):
     where = {"anchors": anchors, "positions": positions, "slots": jnp.arange(SLOTS)}
     hidden = run_dense_block(params, cfg, context, **where)
 
-    def choose(logits, places, drafted):
+    def choose(logits, k, drafted):
         return jnp.argmax(logits, axis=-1), logits
 
     return hidden, propose_dense(params, cfg, context, choose=choose, **where)

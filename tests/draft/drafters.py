@@ -45,8 +45,7 @@ def draft(params, target, ring, anchors, positions, slots, forced, *, cfg) -> Dr
     where = {"anchors": anchors, "positions": positions, "slots": slots}
     where |= {"is_row": jnp.ones(SLOTS, bool), "dispatch": Dispatch()}
 
-    def choose(logits, places, drafted):
-        k = jnp.sum(drafted[0] >= 0)
+    def choose(logits, k, drafted):
         return jnp.where(forced[:, k] >= 0, forced[:, k], jnp.argmax(logits, axis=-1)), logits
 
     hidden = run_block(params, target, cfg, ring, **where)
