@@ -47,7 +47,7 @@ def draft_step(
     Returns:
       The state with the proposals pending, and their conditional confidences, float32 [R, G].
     """
-    assert params.draft is not None
+    assert params.draft is not None and cfg.draft is not None
     assert state.draft_window is not None
     assert state.proposals is not None
     rows = unpack_rows(packed)
