@@ -17,7 +17,7 @@ from dspark_jax.decode.shaping import only_the_best, shaped_logits
 from dspark_jax.decode.state import DecodeState, Proposals
 from dspark_jax.decode.step import ModelParams
 from dspark_jax.decode.verify import Method
-from dspark_jax.draft.propose import propose
+from dspark_jax.draft.propose import propose, token_logprobs
 from dspark_jax.kernels.dispatch import Dispatch
 
 
@@ -64,7 +64,9 @@ def draft_step(
         jnp.zeros((*place_in_round.shape, NUMBERS)),
     )
 
-    def choose(raw: jax.Array, k: jax.Array, drafted: jax.Array):
+    pending, at = state.proposals, jnp.where(active, rows.slot, slots)
+
+    def choose(raw: jax.Array, k: jax.Array, drafted: jax.Array, kept: jax.Array):
         # Any distribution is exact if it is the one drawn from; one of NaN is none.
         usable = jnp.all(jnp.isfinite(raw), axis=-1, keepdims=True)
         raw = jnp.where(usable, raw, 0.0)
@@ -73,8 +75,10 @@ def draft_step(
         if options.greedy_drafts:
             shaped = only_the_best(shaped)
         if options.method is Method.COUPLED:
-            return draw(shaped, sampling, positions, effort=effort), shaped
-        return draw_draft(shaped, sampling, numbers[:, k], effort=effort), shaped
+            token = draw(shaped, sampling, positions, effort=effort)
+        else:
+            token = draw_draft(shaped, sampling, numbers[:, k], effort=effort)
+        return token, token_logprobs(shaped, token), kept.at[at, k].set(shaped, mode="drop")
 
     proposal = propose(
         params.draft,
@@ -86,17 +90,17 @@ def draft_step(
         slots=slot,
         is_row=active,
         choose=choose,
+        kept=pending.shaped,
         dispatch=options.dispatch,
     )
     confidences = proposal.confidences
     if options.method is Method.SYNTHETIC:
         assert state.synthetic is not None
         confidences = synthetic.publish(state.synthetic, sampling, anchor_positions, confidences)
-    pending, at = state.proposals, jnp.where(active, rows.slot, slots)
     pending = Proposals(
         lens=pending.lens.at[at].set(drafts, mode="drop"),
         tokens=pending.tokens.at[at].set(proposal.tokens, mode="drop"),
-        shaped=pending.shaped.at[at].set(proposal.shaped, mode="drop"),
+        shaped=proposal.kept,
         logprobs=pending.logprobs.at[at].set(proposal.logprobs, mode="drop"),
         confidences=pending.confidences.at[at].set(confidences, mode="drop"),
     )

@@ -18,7 +18,6 @@ from dspark_jax.draft.propose import (
     Chooser,
     Proposal,
     draw_in_sequence,
-    drawn_logprobs,
     tokens_before,
 )
 from dspark_jax.model.layers import linear, linear_f32, rms_norm
@@ -118,12 +117,13 @@ def propose_dense(
     positions: jax.Array,
     slots: jax.Array,
     choose: Chooser,
+    kept: Any,
 ) -> Proposal:
     """Draft `cfg.block_size` tokens after `anchors`; arguments as `run_dense_block`, result as `propose`."""
     hidden = run_dense_block(
         params, cfg, context, anchors=anchors, positions=positions, slots=slots
     )
-    tokens, shaped = draw_in_sequence(
+    tokens, logprobs, kept = draw_in_sequence(
         linear_f32(hidden, params.head),
         start_state(cfg, anchors.shape[0]),
         lambda state, previous, k: transition_logits(
@@ -131,12 +131,13 @@ def propose_dense(
         ),
         anchors=anchors,
         choose=choose,
+        kept=kept,
     )
     return Proposal(
         tokens=tokens,
-        shaped=shaped,
-        logprobs=drawn_logprobs(shaped, tokens),
+        logprobs=logprobs,
         confidences=confidences(params, cfg, hidden, tokens_before(anchors, tokens)),
+        kept=kept,
     )
 
 

@@ -17,9 +17,9 @@ from dspark_jax.model.layers import rms_norm
 from dspark_jax.model.params import Params
 from dspark_jax.model.transformer import logits
 
-# (corrected logits [R, V], draft position k, tokens drafted so far [R, G] with -1 ahead) -> token int32 [R],
-# the shaped logits float32 [R, V] that it was drawn from
-Chooser = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+# (corrected logits [R, V], draft position k, tokens drafted so far [R, G] with -1 ahead, what was kept so far)
+# -> token int32 [R], its log-probability float32 [R], what is kept now
+Chooser = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
 
 
 # (state, token before [R], draft position k) -> state, transition logits float32 [R, V]
@@ -30,9 +30,9 @@ class Proposal(NamedTuple):
     """G drafted tokens for each of R requests."""
 
     tokens: jax.Array  # [R, G] int32
-    shaped: jax.Array  # [R, G, V] float32, logits of the q that each token was drawn from
     logprobs: jax.Array  # [R, G] float32, log q of each token
     confidences: jax.Array  # [R, G] float32, conditional and calibrated
+    kept: Any  # what the chooser kept of the distributions
 
 
 def propose(
@@ -46,12 +46,14 @@ def propose(
     slots: jax.Array,
     is_row: jax.Array,
     choose: Chooser,
+    kept: Any,
     dispatch: Dispatch,
 ) -> Proposal:
     """Draft from `anchors` int32 [R] at `positions` [R] with the context ring of `slots` [R].
 
     The token of slot k is drawn by `choose` from base logits + transition logits of the token before it (DSpark
-    section on the semi-autoregressive head). Rows with `is_row` False have no meaning.
+    section on the semi-autoregressive head). `choose` keeps of that what it wants, beginning with `kept`: all of
+    it together, for a large vocabulary, would be a copy too many. Rows with `is_row` False have no meaning.
     """
     hidden = run_block(
         params,
@@ -65,19 +67,20 @@ def propose(
         dispatch=dispatch,
     )
     base = logits(target, rms_norm(hidden, params.g_norm, cfg.rms_norm_eps))  # [R, G, V]
-    tokens, shaped = draw_in_sequence(
+    tokens, logprobs, kept = draw_in_sequence(
         base,
         (),
         lambda state, previous, k: (state, transition_logits(params, previous)),
         anchors=anchors,
         choose=choose,
+        kept=kept,
     )
     before = tokens_before(anchors, tokens)
     return Proposal(
         tokens=tokens,
-        shaped=shaped,
-        logprobs=drawn_logprobs(shaped, tokens),
+        logprobs=logprobs,
         confidences=calibrate(params, confidence_logits(params, hidden, before)),
+        kept=kept,
     )
 
 
@@ -88,25 +91,27 @@ def draw_in_sequence(
     *,
     anchors: jax.Array,
     choose: Chooser,
-) -> tuple[jax.Array, jax.Array]:
+    kept: Any,
+) -> tuple[jax.Array, jax.Array, Any]:
     """Draw G tokens left to right from `base` float32 [R, G, V] corrected by the token before each.
 
-    `transition` starts with `state`; the first token follows `anchors` int32 [R].
+    `transition` starts with `state`, `choose` with `kept`; the first token follows `anchors` int32 [R].
 
     Returns:
-      tokens int32 [R, G], and the shaped logits float32 [R, G, V] that they were drawn from.
+      tokens int32 [R, G], their log-probabilities float32 [R, G], and what `choose` kept.
     """
     drafts = base.shape[1]
     nothing = jnp.full((anchors.shape[0], drafts), -1, jnp.int32)
 
     def draw_one(carry, k):
-        state, previous, drafted = carry
+        state, previous, drafted, kept = carry
         state, bias = transition(state, previous, k)
-        token, shaped = choose(base[:, k] + bias, k, drafted)
-        return (state, token, drafted.at[:, k].set(token)), shaped
+        token, logprob, kept = choose(base[:, k] + bias, k, drafted, kept)
+        return (state, token, drafted.at[:, k].set(token), kept), logprob
 
-    (_, _, tokens), shaped = jax.lax.scan(draw_one, (state, anchors, nothing), jnp.arange(drafts))
-    return tokens, jnp.moveaxis(shaped, 0, 1)
+    start = (state, anchors, nothing, kept)
+    (_, _, tokens, kept), logprobs = jax.lax.scan(draw_one, start, jnp.arange(drafts))
+    return tokens, logprobs.T, kept
 
 
 def tokens_before(anchors: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -114,7 +119,7 @@ def tokens_before(anchors: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1)
 
 
-def drawn_logprobs(shaped: jax.Array, tokens: jax.Array) -> jax.Array:
-    """log q of each token [R, G] under shaped logits [R, G, V]."""
+def token_logprobs(shaped: jax.Array, tokens: jax.Array) -> jax.Array:
+    """log q of each token int32 [...] under shaped logits [..., V]."""
     own = jnp.take_along_axis(shaped, tokens[..., None], axis=-1)[..., 0]
     return own - jax.nn.logsumexp(shaped, axis=-1)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from dspark_jax.draft.dense import extend_dense_context, propose_dense, run_dense_block
+from dspark_jax.draft.propose import token_logprobs
 from tests.quick_jit import quick_jit
 from tests.torch_ref.configs import dense_weights
 from torch_ref.checkpoint import save_checkpoint
@@ -50,7 +51,9 @@ def draft(params, context, anchors, positions, *, cfg):
     where = {"anchors": anchors, "positions": positions, "slots": jnp.arange(SLOTS)}
     hidden = run_dense_block(params, cfg, context, **where)
 
-    def choose(logits, k, drafted):
-        return jnp.argmax(logits, axis=-1), logits
+    def choose(logits, k, drafted, kept):
+        token = jnp.argmax(logits, axis=-1)
+        return token, token_logprobs(logits, token), kept.at[:, k].set(logits)
 
-    return hidden, propose_dense(params, cfg, context, choose=choose, **where)
+    where |= {"choose": choose, "kept": jnp.zeros((*hidden.shape[:2], cfg.vocab_size))}
+    return hidden, propose_dense(params, cfg, context, **where)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dspark_jax.draft.backbone import context_rows, run_block, write_context
-from dspark_jax.draft.propose import Proposal, propose
+from dspark_jax.draft.propose import Proposal, propose, token_logprobs
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.model.batch import TokenBatch, batch_from_chunks
 from dspark_jax.model.cache import kept_tokens
@@ -24,7 +24,7 @@ WINDOW = 8
 
 
 class Drafted(NamedTuple):
-    """Hidden states [R, G, M] of the block, and the proposal made from them."""
+    """Hidden states [R, G, M] of the block, and the proposal made from them, which keeps its logits [R, G, V]."""
 
     hidden: jax.Array
     proposal: Proposal
@@ -45,11 +45,14 @@ def draft(params, target, ring, anchors, positions, slots, forced, *, cfg) -> Dr
     where = {"anchors": anchors, "positions": positions, "slots": slots}
     where |= {"is_row": jnp.ones(SLOTS, bool), "dispatch": Dispatch()}
 
-    def choose(logits, k, drafted):
-        return jnp.where(forced[:, k] >= 0, forced[:, k], jnp.argmax(logits, axis=-1)), logits
+    def choose(logits, k, drafted, kept):
+        token = jnp.where(forced[:, k] >= 0, forced[:, k], jnp.argmax(logits, axis=-1))
+        return token, token_logprobs(logits, token), kept.at[:, k].set(logits)
 
     hidden = run_block(params, target, cfg, ring, **where)
-    return Drafted(hidden, propose(params, target, cfg, ring, choose=choose, **where))
+    kept = jnp.zeros((SLOTS, cfg.draft.block_size, cfg.vocab_size))
+    where |= {"choose": choose, "kept": kept}
+    return Drafted(hidden, propose(params, target, cfg, ring, **where))
 
 
 class Drafters:

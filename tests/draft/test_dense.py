@@ -50,7 +50,7 @@ def test_any_pattern_of_acceptance_equals_the_reference(tmp_path, overrides):
             block = dense_block(Scope(weights), reference, drafter.context, anchor, drafter.length)
             expected = drafter.propose(anchor)
             assert_close(hidden[slot], block, FLOAT32_MODEL, f"hidden, {name}")
-            assert_close(proposal.shaped[slot], expected.logits, FLOAT32_MODEL, f"logits, {name}")
+            assert_close(proposal.kept[slot], expected.logits, FLOAT32_MODEL, f"logits, {name}")
             assert proposal.tokens[slot].tolist() == expected.tokens.tolist()
             confidences = expected.confidences
             if confidences is None:
@@ -85,7 +85,7 @@ def test_every_tensor_matters(tmp_path, kind):
         kept = np.ones(TOKENS, bool)
         context = extend(params, context, features, slots, places, kept, cfg=cfg)
         proposal = draft(params, context, np.arange(SLOTS), np.full(SLOTS, 6), cfg=cfg)[1]
-        return proposal.shaped, proposal.confidences
+        return proposal.kept, proposal.confidences
 
     before = outcome(params)
     leaves, treedef = jax.tree.flatten(params)

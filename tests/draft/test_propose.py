@@ -42,7 +42,7 @@ def assert_same_proposal(
     proposal = drafted.proposal
     name = f"slot {slot} at {reference.length}"
     assert_close(drafted.hidden[slot], hidden, tolerance, f"hidden, {name}")
-    assert_close(proposal.shaped[slot], expected.logits, tolerance, f"logits, {name}")
+    assert_close(proposal.kept[slot], expected.logits, tolerance, f"logits, {name}")
     assert proposal.tokens[slot].tolist() == expected.tokens.tolist()
     assert_close(proposal.confidences[slot], expected.confidences, tolerance, name)
     logprobs = expected.logits.log_softmax(-1).gather(1, expected.tokens[:, None])[:, 0]
@@ -140,12 +140,12 @@ def test_a_confidence_never_looks_at_its_own_token(twins):
         changed[:, k] += 50
         after = drafters.propose([9] * SLOTS, changed).proposal
         np.testing.assert_array_equal(after.confidences[:, : k + 1], before.confidences[:, : k + 1])
-        np.testing.assert_array_equal(after.shaped[:, : k + 1], before.shaped[:, : k + 1])
+        np.testing.assert_array_equal(after.kept[:, : k + 1], before.kept[:, : k + 1])
         if k + 1 < size:
             # Its successor sees it; the Markov head has a memory of one.
             assert (after.confidences[0, k + 1] != before.confidences[0, k + 1]).all()
-            assert (after.shaped[0, k + 1] != before.shaped[0, k + 1]).any()
-            np.testing.assert_array_equal(after.shaped[:, k + 2 :], before.shaped[:, k + 2 :])
+            assert (after.kept[0, k + 1] != before.kept[0, k + 1]).any()
+            np.testing.assert_array_equal(after.kept[:, k + 2 :], before.kept[:, k + 2 :])
 
 
 def test_calibration_scales_and_shifts_the_logit(twins):

@@ -97,7 +97,7 @@ def draft_lines() -> Iterator[Line]:
         expected.append(single.propose(9))
     proposal = drafters.propose([9] * 4).proposal
     name = "DSpark, three stages"
-    for quantity, actual in (("logits", proposal.shaped), ("confidences", proposal.confidences)):
+    for quantity, actual in (("logits", proposal.kept), ("confidences", proposal.confidences)):
         wanted = torch.stack([getattr(one, quantity) for one in expected])
         yield line("JAX / torch_ref, drafter", name, quantity, actual, wanted)
 
@@ -118,7 +118,7 @@ def dense_lines(kind: str) -> Iterator[Line]:
     drafter = DenseDrafter(weights, reference)
     drafter.extend(features)
     expected = drafter.propose(9)
-    for quantity, actual in (("logits", proposal.shaped), ("confidences", proposal.confidences)):
+    for quantity, actual in (("logits", proposal.kept), ("confidences", proposal.confidences)):
         wanted = getattr(expected, quantity)
         yield line("JAX / torch_ref, drafter", f"DeepSpec, {kind}", quantity, actual[0], wanted)
 
