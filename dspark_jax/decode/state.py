@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 
 from dspark_jax.config import ModelConfig
+from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import Cache, PageGeometry, init_cache
 
 
@@ -38,7 +39,7 @@ class DecodeState(struct.PyTreeNode):
     anchors: jax.Array  # [slots] int32, last token drawn, not fed yet
     ended: jax.Array  # [slots] bool
     counts: TokenCounts
-    draft_window: jax.Array | None  # [stages, slots, W, D] ring of the drafter's context rows
+    draft_window: jax.Array | None  # [stages, slots, W, D] plain ring of the drafter's context rows
     proposals: Proposals | None
     synthetic: jax.Array | None = None  # [G + 4] float32, `synthetic.pack_profile`; for benchmarks
 
@@ -50,12 +51,15 @@ def init_state(
     geometry: PageGeometry,
     with_drafter: bool,
     dtype: Any = jnp.float32,
+    row_format: RowFormat = RowFormat.PLAIN,
     fill: float = 0.0,
     synthetic: np.ndarray | None = None,
 ) -> DecodeState:
-    """State of `slots` empty slots.
+    """State of `slots` empty slots, the target's cache rows in `row_format` and plain rows in `dtype`.
 
-    `fill` poisons the caches, for tests. `synthetic` is the profile that `Method.SYNTHETIC` accepts by.
+    The drafter's ring is plain in every format: it is small, no kernel reads it, and how drafts round does not
+    change what is emitted, only how much is accepted. `fill` poisons the caches, for tests. `synthetic` is the
+    profile that `Method.SYNTHETIC` accepts by.
     """
     v = cfg.vocab_size
     window = proposals = None
@@ -72,7 +76,9 @@ def init_state(
             confidences=jnp.ones((slots, g), jnp.float32),
         )
     return DecodeState(
-        cache=init_cache(cfg, slots=slots, geometry=geometry, dtype=dtype, fill=fill),
+        cache=init_cache(
+            cfg, slots=slots, geometry=geometry, dtype=dtype, row_format=row_format, fill=fill
+        ),
         positions=jnp.zeros(slots, jnp.int32),
         anchors=jnp.zeros(slots, jnp.int32),
         ended=jnp.ones(slots, bool),

@@ -69,8 +69,8 @@ class ColumnWeight(struct.PyTreeNode):
 class SplitStack(struct.PyTreeNode):
     """A stack [L, ...] as L stacks of one layer each, for a layer index known when a program is traced.
 
-    Kernels do not reach all of a stack of 2 to 4 GiB (`triton.is_addressable`) and would have a layer copied out
-    of it in every step.
+    Kernels do not reach all of a stack of 2 to 4 GiB (`addressing.is_addressable`) and would have a layer copied
+    out of it in every step.
     """
 
     parts: tuple[Weight, ...]
@@ -147,19 +147,32 @@ def pack_fp4_scale(exponents: Any) -> Any:
     Takes and gives NumPy or JAX arrays; missing runs of the last word are zero.
     """
     xp = jnp if isinstance(exponents, jax.Array) else np
-    missing = -exponents.shape[-1] % 4
-    wide = xp.pad(exponents.astype(xp.int32), [(0, 0)] * (exponents.ndim - 1) + [(0, missing)])
-    wide = wide.reshape(*wide.shape[:-1], -1, 4)
-    words = wide[..., 0] | wide[..., 1] << 8 | wide[..., 2] << 16 | wide[..., 3] << 24
-    return xp.swapaxes(words, -1, -2)
+    return xp.swapaxes(pack_exponents(exponents), -1, -2)
 
 
 def unpack_fp4_scale(words: Any, columns: int) -> Any:
     """The inverse of `pack_fp4_scale` for a matrix of `columns` input columns K."""
     xp = jnp if isinstance(words, jax.Array) else np
-    rows = xp.swapaxes(words, -1, -2)[..., None]
-    exponents = (rows >> xp.arange(0, 32, 8, dtype=xp.int32)) & 0xFF
-    return exponents.reshape(*rows.shape[:-2], -1)[..., : columns // FP4_RUN].astype(xp.uint8)
+    return unpack_exponents(xp.swapaxes(words, -1, -2))[..., : columns // FP4_RUN]
+
+
+def pack_exponents(exponents: Any) -> Any:
+    """Exponents uint8 [..., n] -> words int32 [..., ceil(n/4)], the first in the low byte, zeros behind the last.
+
+    Takes and gives NumPy or JAX arrays.
+    """
+    xp = jnp if isinstance(exponents, jax.Array) else np
+    missing = -exponents.shape[-1] % 4
+    wide = xp.pad(exponents.astype(xp.int32), [(0, 0)] * (exponents.ndim - 1) + [(0, missing)])
+    wide = wide.reshape(*wide.shape[:-1], -1, 4)
+    return wide[..., 0] | wide[..., 1] << 8 | wide[..., 2] << 16 | wide[..., 3] << 24
+
+
+def unpack_exponents(words: Any) -> Any:
+    """The inverse of `pack_exponents`: int32 [..., m] -> uint8 [..., 4m], NumPy or JAX."""
+    xp = jnp if isinstance(words, jax.Array) else np
+    exponents = (words[..., None] >> xp.arange(0, 32, 8, dtype=xp.int32)) & 0xFF
+    return exponents.reshape(*words.shape[:-1], -1).astype(xp.uint8)
 
 
 def decode_fp4(codes: jax.Array) -> jax.Array:

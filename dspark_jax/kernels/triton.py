@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from dspark_jax.kernels.addressing import is_addressable
 from dspark_jax.kernels.dispatch import Dispatch
 
 # Every supported release still has this lowering; the notice would reach each user of the server.
@@ -30,14 +31,9 @@ LOG2_E = 1.4426950408889634
 _MULTIPROCESSORS = {90: 132, 100: 148, 103: 148}
 
 
-def is_addressable(array: jax.Array) -> bool:
-    """Whether a kernel can reach all of an array: 64-bit offsets begin at 2**32 *bytes*, but count elements."""
-    return not 2**31 < array.size <= 2**32 // array.dtype.itemsize
-
-
 def triton_call(
     body: Callable[..., None],
-    *args: jax.Array,
+    *args: Any,
     grid: Sequence[int],
     out_shape: Any,
     name: str,
@@ -47,10 +43,12 @@ def triton_call(
 ) -> Any:
     """Run `body(*arg_refs, *out_refs)` once per point of `grid`; the first grid axis runs fastest.
 
+    Arguments are arrays or trees of arrays, of which the body gets trees of refs.
+
     Raises:
       ValueError: an argument has more elements than the lowering's 32-bit offsets can address.
     """
-    for array in (*args, *jax.tree.leaves(out_shape)):
+    for array in jax.tree.leaves((args, out_shape)):
         if not is_addressable(array):
             raise ValueError(
                 f"{name}: an array of {array.size} one-byte elements overflows 32-bit offsets; "

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
+from dspark_jax.kernels.addressing import is_addressable
 from dspark_jax.kernels.quantized import (
     FP4_RUN,
     FP4_WORD,
@@ -25,7 +26,7 @@ from dspark_jax.kernels.quantized import (
     Weight,
     take,
 )
-from dspark_jax.kernels.triton import dot, is_addressable
+from dspark_jax.kernels.triton import dot
 
 # A nibble s e e m moved into an e4m3 byte is its value times 2**-6, subnormal 0.5 included. Four bytes at a time:
 # place them, convert two and two, multiply by the scale, which carries 2**6.

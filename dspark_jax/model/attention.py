@@ -6,7 +6,7 @@ layers, over entries that overlap it; outputs are rotated back because the value
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.compress import compress
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.index_topk import index_topk
+from dspark_jax.kernels.rows import Keys, Rows, scatter
 from dspark_jax.kernels.sparse_mla import sparse_mla
 from dspark_jax.model.batch import TokenBatch
 from dspark_jax.model.cache import entry_places
@@ -42,7 +43,7 @@ class Frame(NamedTuple):
 def latent_rows(
     h: jax.Array, block: Block, positions: jax.Array, frequencies: np.ndarray, eps: float
 ) -> jax.Array:
-    """Rotated key-value rows [..., D] of normed inputs h [..., M], one layer's `block`."""
+    """Rotated key-value rows [..., D] of normed inputs h [..., M], one layer's `block`, not rounded."""
     return rotate(rms_norm(linear(h, block.w_kv), block.g_kv, eps), positions, frequencies)
 
 
@@ -90,7 +91,7 @@ def open_row(h: jax.Array, weights: Compressor, positions: jax.Array) -> jax.Arr
 
 
 def write_entries(
-    pool: jax.Array,
+    pool: Rows | Keys,
     new_rows: jax.Array,
     open_rows: jax.Array,
     weights: Compressor,
@@ -98,7 +99,7 @@ def write_entries(
     *,
     layer: jax.Array,
     cfg: ModelConfig,
-) -> jax.Array:
+) -> Any:
     """Pool the windows that close in this step and store their entries in pages.
 
     `pool` [L, P, S, D] of one kind of layer, `new_rows` this step's open rows, `open_rows` the ring stack,
@@ -129,13 +130,13 @@ def write_entries(
     held = frame.page_table.at[batch.token_slots[token], number // per_page]
     own_page = held.get(mode="fill", fill_value=-1)
     page = jnp.where((closing < tokens) & (own_page >= 0), own_page, pool.shape[1])
-    return pool.at[layer, page, number % per_page].set(entry.astype(pool.dtype), mode="drop")
+    return scatter(pool, (layer, page, number % per_page), entry)
 
 
 def choose_entries(
     h: jax.Array,
     latent: jax.Array,
-    index_keys: jax.Array,
+    index_keys: Keys,
     indexer: Indexer,
     frame: Frame,
     *,
@@ -161,7 +162,7 @@ def choose_entries(
     )
 
 
-def all_entries(pool: jax.Array, frame: Frame, ratio: int) -> tuple[jax.Array, jax.Array]:
+def all_entries(pool: Rows, frame: Frame, ratio: int) -> tuple[jax.Array, jax.Array]:
     """Every visible entry of every token, for layers without an indexer: places [T, K], counts [T]."""
     batch = frame.batch
     per_page = pool.shape[2]
@@ -178,13 +179,13 @@ def all_entries(pool: jax.Array, frame: Frame, ratio: int) -> tuple[jax.Array, j
 def attend(
     q: jax.Array,
     rows: jax.Array,
-    window: jax.Array,
+    window: Rows,
     block: Block,
     frame: Frame,
     *,
     layer: jax.Array,
     frequencies: np.ndarray,
-    entries: jax.Array | None = None,
+    entries: Rows | None = None,
     entry_layer: jax.Array | int = 0,
     places: jax.Array | None = None,
     counts: jax.Array | None = None,

@@ -3,6 +3,9 @@
 Rings hold rows of *committed* tokens only: a step's own rows are handed around separately and enter the rings
 when they are accepted. Compressed entries are written when a window closes, accepted or not; one that closed on a
 rejected token is invisible (`entry < (t + 1) // m`) until its closing position is processed again and rewrites it.
+
+Rows are rounded, where their format asks for it, when they are made: a query finds the same numbers in the step's
+own rows, in the ring and in a page. Committing rounds them once more, which changes nothing.
 """
 
 from __future__ import annotations
@@ -14,27 +17,28 @@ import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax.config import AttentionKind, ModelConfig
+from dspark_jax.kernels.rows import Keys, RowFormat, Rows, empty_keys, empty_rows, scatter
 from dspark_jax.model.batch import TokenBatch
 
 
 class Cache(struct.PyTreeNode):
     """Stacked over the layers of a kind. Arrays of kinds that a model lacks are None."""
 
-    window: jax.Array  # [L, slots, W, D], ring slot = position mod W
-    csa_entries: jax.Array | None  # [L_csa, P, S_csa, D]
-    index_keys: jax.Array | None  # [L_csa, P, S_csa, I]
+    window: Rows  # [L, slots, W, D], ring slot = position mod W
+    csa_entries: Rows | None  # [L_csa, P, S_csa, D]
+    index_keys: Keys | None  # [L_csa, P, S_csa, I]
     csa_open: (
         jax.Array | None
     )  # [L_csa, slots, 2m, 4D] float32: values of both halves, then gates + ape
     index_open: jax.Array | None  # [L_csa, slots, 2m, 4I] float32
-    hca_entries: jax.Array | None  # [L_hca, P, S_hca, D]
+    hca_entries: Rows | None  # [L_hca, P, S_hca, D]
     hca_open: jax.Array | None  # [L_hca, slots, m, 2D] float32: values, then gates + ape
 
 
 class StepRows(struct.PyTreeNode):
     """Rows that one step's tokens made, in flat token order: what `commit` moves into the rings."""
 
-    window: jax.Array  # [L, T, D]
+    window: jax.Array  # [L, T, D] plain, with the numbers that the ring will hold
     csa_open: jax.Array | None  # [L_csa, T, 4D] float32
     index_open: jax.Array | None  # [L_csa, T, 4I] float32
     hca_open: jax.Array | None  # [L_hca, T, 2D] float32
@@ -60,9 +64,13 @@ def init_cache(
     slots: int,
     geometry: PageGeometry,
     dtype: Any = jnp.float32,
+    row_format: RowFormat = RowFormat.PLAIN,
     fill: float = 0.0,
 ) -> Cache:
-    """An empty cache. `fill` other than zero poisons it: nothing may read what was never written."""
+    """An empty cache of rows in `row_format`, plain ones in `dtype`.
+
+    `fill` other than zero poisons it: nothing may read what was never written.
+    """
     d, i = cfg.head_dim, cfg.index_head_dim
     num_csa = len(cfg.indices_of(AttentionKind.CSA))
     num_hca = len(cfg.indices_of(AttentionKind.HCA))
@@ -70,21 +78,27 @@ def init_cache(
         if geometry.tokens % ratio:
             raise ValueError(f"page of {geometry.tokens} tokens is no multiple of ratio {ratio}")
 
-    def full(*shape: int, dtype: Any = dtype) -> jax.Array:
-        return jnp.full(shape, fill, dtype)
+    def rows(*lead: int) -> Any:
+        rotary = cfg.qk_rope_head_dim
+        return empty_rows(lead, d, row_format, num_rotary=rotary, dtype=dtype, fill=fill)
 
-    per_page = geometry.tokens // cfg.csa_ratio
+    def keys(*lead: int) -> Any:
+        return empty_keys(lead, i, row_format, dtype=dtype, fill=fill)
+
+    def open_rows(*shape: int) -> jax.Array:
+        return jnp.full(shape, fill, jnp.float32)
+
+    csa_page = (geometry.pages, geometry.tokens // cfg.csa_ratio)
+    hca_page = (geometry.pages, geometry.tokens // cfg.hca_ratio)
     csa_ring, hca_ring = 2 * cfg.csa_ratio, cfg.hca_ratio
     return Cache(
-        window=full(cfg.num_hidden_layers, slots, cfg.sliding_window, d),
-        csa_entries=full(num_csa, geometry.pages, per_page, d) if num_csa else None,
-        index_keys=full(num_csa, geometry.pages, per_page, i) if num_csa else None,
-        csa_open=full(num_csa, slots, csa_ring, 4 * d, dtype=jnp.float32) if num_csa else None,
-        index_open=full(num_csa, slots, csa_ring, 4 * i, dtype=jnp.float32) if num_csa else None,
-        hca_entries=full(num_hca, geometry.pages, geometry.tokens // hca_ring, d)
-        if num_hca
-        else None,
-        hca_open=full(num_hca, slots, hca_ring, 2 * d, dtype=jnp.float32) if num_hca else None,
+        window=rows(cfg.num_hidden_layers, slots, cfg.sliding_window),
+        csa_entries=rows(num_csa, *csa_page) if num_csa else None,
+        index_keys=keys(num_csa, *csa_page) if num_csa else None,
+        csa_open=open_rows(num_csa, slots, csa_ring, 4 * d) if num_csa else None,
+        index_open=open_rows(num_csa, slots, csa_ring, 4 * i) if num_csa else None,
+        hca_entries=rows(num_hca, *hca_page) if num_hca else None,
+        hca_open=open_rows(num_hca, slots, hca_ring, 2 * d) if num_hca else None,
     )
 
 
@@ -98,12 +112,12 @@ def commit(cache: Cache, rows: StepRows, batch: TokenBatch, accepted: jax.Array)
     """
     kept, behind = kept_tokens(batch, accepted)
 
-    def write(ring: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+    def write(ring: Any, new: jax.Array | None) -> Any:
         if ring is None or new is None:
             return None
         length = ring.shape[2]
         slot = jnp.where(kept & (behind < length), batch.token_slots, ring.shape[1])
-        return ring.at[:, slot, batch.positions % length].set(new.astype(ring.dtype), mode="drop")
+        return scatter(ring, (slice(None), slot, batch.positions % length), new)
 
     return cache.replace(
         window=write(cache.window, rows.window),

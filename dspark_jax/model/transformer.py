@@ -15,6 +15,7 @@ from flax import struct
 
 from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.rows import Keys, Rows, as_stored
 from dspark_jax.model import attention as attn
 from dspark_jax.model import hyper, moe
 from dspark_jax.model.batch import TokenBatch
@@ -35,9 +36,9 @@ class Forward(struct.PyTreeNode):
 class _Carry(NamedTuple):
     streams: jax.Array  # [T, N, M]
     taps: jax.Array | None  # [taps + 1, T, M]
-    csa_entries: jax.Array | None
-    index_keys: jax.Array | None
-    hca_entries: jax.Array | None
+    csa_entries: Rows | None
+    index_keys: Keys | None
+    hca_entries: Rows | None
 
 
 class _Rows(NamedTuple):
@@ -191,6 +192,7 @@ def _attention(
     frequencies = rotary_frequencies(cfg, compressed=attn.has_compressor(kind))
     q, latent = attn.queries(h, block, positions, frequencies, cfg)
     rows = attn.latent_rows(h, block, positions, frequencies, cfg.rms_norm_eps)
+    rows = as_stored(rows, cache.window)
     main_open = index_open = entries = places = counts = None
     if kind is AttentionKind.CSA:
         assert carry.csa_entries is not None and cache.csa_open is not None

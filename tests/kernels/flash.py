@@ -21,6 +21,7 @@ from dspark_jax.decode.step import ModelParams, verify_step
 from dspark_jax.decode.verify import Method
 from dspark_jax.draft.params import draft_by_stage, draft_specs
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.model.params import Spec, param_specs
 from tests.kernels.published import shape, weight
@@ -73,7 +74,13 @@ def abstract_tree(specs: Any, cfg: ModelConfig) -> Any:
 
 
 def steps(
-    cfg: ModelConfig, *, tokens: int, rows: int, dispatch: Dispatch, effort: Effort
+    cfg: ModelConfig,
+    *,
+    tokens: int,
+    rows: int,
+    dispatch: Dispatch,
+    effort: Effort,
+    row_format: RowFormat = RowFormat.ROUNDED,
 ) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Both halves of a step over quantised weights, as a GPU serves them: name -> function, abstract arguments."""
     params = ModelParams(
@@ -87,6 +94,7 @@ def steps(
             geometry=PageGeometry(tokens=256, pages=2048, max_pages=MAX_PAGES),
             with_drafter=True,
             dtype=jnp.bfloat16,
+            row_format=row_format,
         )
     )
     packed = PackedRows(

@@ -17,6 +17,7 @@ from dspark_jax.kernels.index_topk import index_topk
 from dspark_jax.kernels.linear import stacked_linear
 from dspark_jax.kernels.linear.pallas_triton import MANY_TOKENS
 from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, Weight, fp4_scale_shape
+from dspark_jax.kernels.rows import RowFormat, empty_keys, empty_rows
 from dspark_jax.kernels.sparse_mla import sparse_mla
 
 MODELS = {
@@ -45,6 +46,17 @@ def weight(storage: str, *dims: int) -> Weight:
             shape(jnp.float8_e4m3fn, *dims), shape(jnp.uint8, *lead, rows // 128, inner // 128)
         )
     return halves(*dims)
+
+
+def cache_rows(row_format: RowFormat, *lead: int) -> Any:
+    """Abstract cache rows, of 512 channels with 64 rotary ones."""
+    make = partial(empty_rows, lead, 512, row_format, num_rotary=64, dtype=jnp.bfloat16)
+    return jax.eval_shape(make)
+
+
+def index_keys(row_format: RowFormat, *lead: int) -> Any:
+    """Abstract indexer keys."""
+    return jax.eval_shape(partial(empty_keys, lead, 128, row_format, dtype=jnp.bfloat16))
 
 
 LINEARS = {
@@ -77,32 +89,32 @@ def problems(tokens: int, capability: int = 90) -> dict[str, tuple[Callable[...,
     found: dict[str, tuple[Callable[..., Any], Any, int]] = {}
     rows = {name: ints(tokens) for name in ("slots", "positions", "starts", "row_heads")}
     for model, size in MODELS.items():
-        found[f"sparse_mla {model}"] = (
-            lambda tree: sparse_mla(**tree, layer=3, entry_layer=1, dispatch=dispatch),
-            {
-                "q": halves(tokens, size["heads"], 512),
-                "window": halves(size["layers"], 256, 128, 512),
-                "step_rows": halves(tokens, 512),
-                "entries": halves(21, 8192, 64, 512),
-                "attn_sink": floats(size["heads"]),
-                **rows,
-                "is_token": shape(jnp.bool_, tokens),
-                "entry_places": ints(tokens, size["topk"]),
-                "entry_counts": ints(tokens),
-                "unrotate": (floats(tokens, 32), floats(tokens, 32)),
-            },
-            2 if tokens * size["heads"] <= 64 * 64 else 1,
-        )
-        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+        for row_format in (RowFormat.PLAIN, RowFormat.FP8):
+            found[f"sparse_mla {model} {row_format.value}"] = (
+                lambda tree: sparse_mla(**tree, layer=3, entry_layer=1, dispatch=dispatch),
+                {
+                    "q": halves(tokens, size["heads"], 512),
+                    "window": cache_rows(row_format, size["layers"], 256, 128),
+                    "step_rows": halves(tokens, 512),
+                    "entries": cache_rows(row_format, 21, 8192, 64),
+                    "attn_sink": floats(size["heads"]),
+                    **rows,
+                    "is_token": shape(jnp.bool_, tokens),
+                    "entry_places": ints(tokens, size["topk"]),
+                    "entry_counts": ints(tokens),
+                    "unrotate": (floats(tokens, 32), floats(tokens, 32)),
+                },
+                2 if tokens * size["heads"] <= 64 * 64 else 1,
+            )
             for entries, kernels in ((8192, 2), (65536, 3)):
-                found[f"index_topk {model} {jnp.dtype(dtype).name} {entries}"] = (
+                found[f"index_topk {model} {row_format.value} {entries}"] = (
                     lambda tree, k=size["topk"]: index_topk(
                         **tree, layer=2, k=k, dispatch=dispatch
                     ),
                     {
                         "q": halves(tokens, 64, 128),
                         "head_weights": floats(tokens, 64),
-                        "index_keys": shape(dtype, 21, 8192, 64, 128),
+                        "index_keys": index_keys(row_format, 21, 8192, 64),
                         "page_table": ints(256, entries // 64),
                         "slots": ints(tokens),
                         "counts": ints(tokens),

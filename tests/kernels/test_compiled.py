@@ -24,12 +24,17 @@ from dspark_jax.kernels.index_topk import index_topk
 from dspark_jax.kernels.linear import cases as linear_cases
 from dspark_jax.kernels.linear import stacked_linear
 from dspark_jax.kernels.linear.pallas_triton import MANY_TOKENS
+from dspark_jax.kernels.rows import RowFormat, gather
 from dspark_jax.kernels.sparse_mla import cases as mla_cases
 from dspark_jax.kernels.sparse_mla import sparse_mla
 from tests.parity.compare import BFLOAT16_OP, Tolerance, assert_close
 from tests.seeds import fresh_seed
 
 pytestmark = pytest.mark.gpu
+
+formats = pytest.mark.parametrize(
+    "row_format", [RowFormat.PLAIN, RowFormat.FP8], ids=["plain", "fp8"]
+)
 
 FLOAT32_GPU = Tolerance(1e-4, 1e-4, 1e-9)
 """Float32 throughout, with the GPU's approximate exponentials and reciprocals."""
@@ -50,7 +55,7 @@ def exact_references() -> Iterator[None]:
 
 def both(function: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
     """Result of the compiled kernel and of the reference. Leaves that are no arrays are fixed."""
-    is_array = lambda x: isinstance(x, jax.Array | tuple) or hasattr(x, "scale")
+    is_array = lambda x: any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
     arrays = {k: v for k, v in arguments.items() if is_array(v)}
     fixed = {k: v for k, v in arguments.items() if k not in arrays}
     results = [
@@ -79,23 +84,27 @@ MLA_CASES = [
 ]  # fmt: skip
 
 
+@formats
 @pytest.mark.parametrize("case", mla_cases.TEST_CASES, ids=lambda case: case.name)
-def test_sparse_mla_tiny(case: mla_cases.Case) -> None:
-    out, expected = both(sparse_mla, mla_cases.make(case, fresh_seed(), jnp.float32))
+def test_sparse_mla_tiny(case: mla_cases.Case, row_format: RowFormat) -> None:
+    arguments = mla_cases.make(case, fresh_seed(), jnp.float32, row_format=row_format)
+    out, expected = both(sparse_mla, arguments)
     assert_close(out, expected, FLOAT32_GPU, case.name)
 
 
+@formats
 @pytest.mark.parametrize("case", MLA_CASES, ids=lambda case: case.name)
-def test_sparse_mla(case: mla_cases.Case) -> None:
-    arguments = mla_cases.make(case, fresh_seed(), jnp.bfloat16, pool=16384)
+def test_sparse_mla(case: mla_cases.Case, row_format: RowFormat) -> None:
+    arguments = mla_cases.make(case, fresh_seed(), jnp.bfloat16, pool=16384, row_format=row_format)
     out, expected = both(sparse_mla, arguments)
     assert_close(out, expected, BFLOAT16_OP, case.name)
 
 
-def test_sparse_mla_many_tokens_equal_few() -> None:
+@formats
+def test_sparse_mla_many_tokens_equal_few(row_format: RowFormat) -> None:
     """The tiles for 2048 tokens differ from those for 256; the reference would take gigabytes."""
     case = mla_cases.prefill_case(2048, **mla_cases.FLASH)
-    arguments = mla_cases.make(case, fresh_seed(), jnp.bfloat16, pool=16384)
+    arguments = mla_cases.make(case, fresh_seed(), jnp.bfloat16, pool=16384, row_format=row_format)
     per_token = ("q", "slots", "positions", "starts", "row_heads", "is_token")
     per_token += ("entry_places", "entry_counts", "unrotate")
     whole = sparse_mla(**arguments, dispatch=default_dispatch())
@@ -129,7 +138,7 @@ def check_choice(arguments: dict[str, Any], slack: float) -> None:
         partial(index_topk, k=arguments["k"], dispatch=default_dispatch()),
     )(**{name: value for name, value in arguments.items() if name != "k"})
     keys, table = arguments["index_keys"], np.asarray(arguments["page_table"])
-    per_page, width = keys.shape[2:]
+    per_page = keys.shape[2]
     for row, (own, count) in enumerate(zip(np.asarray(places), np.asarray(arguments["counts"]))):
         kept = min(int(count), arguments["k"])
         assert int(selected[row]) == kept
@@ -141,23 +150,25 @@ def check_choice(arguments: dict[str, Any], slack: float) -> None:
         assert np.isin(chosen, flat).all()
         if not kept:
             continue
-        rows = keys[1].reshape(-1, width)[flat].astype(jnp.float32)
+        rows = gather(keys, (1, flat // per_page, flat % per_page)).astype(jnp.float32)
         dots = jax.nn.relu(rows @ arguments["q"][row].astype(jnp.float32).T)
         scores = np.asarray(dots @ arguments["head_weights"][row])
         worst = scores[np.isin(flat, chosen)].min()
         assert np.sort(scores)[-kept] - worst <= slack * np.abs(scores).max()
 
 
+@formats
 @pytest.mark.parametrize("case", index_cases.TEST_CASES, ids=lambda case: case.name)
-def test_index_topk_tiny(case: index_cases.Case) -> None:
-    check_choice(index_cases.make(case, fresh_seed(), jnp.float32), 0.0 if case.ties else 1e-5)
+def test_index_topk_tiny(case: index_cases.Case, row_format: RowFormat) -> None:
+    arguments = index_cases.make(case, fresh_seed(), jnp.float32, row_format=row_format)
+    check_choice(arguments, 0.0 if case.ties else 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "fp8"])
+@formats
 @pytest.mark.parametrize("case", INDEX_CASES, ids=lambda case: case.name)
-def test_index_topk(case: index_cases.Case, dtype: Any) -> None:
-    arguments = index_cases.make(case, fresh_seed(), jnp.bfloat16)
-    check_choice(arguments | {"index_keys": arguments["index_keys"].astype(dtype)}, 1e-4)
+def test_index_topk(case: index_cases.Case, row_format: RowFormat) -> None:
+    arguments = index_cases.make(case, fresh_seed(), jnp.bfloat16, row_format=row_format)
+    check_choice(arguments, 1e-4)
 
 
 # --- experts and linears -----------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dspark_jax.kernels.dispatch import Backend, Dispatch
+from dspark_jax.kernels.rows import RowFormat, decode
 from dspark_jax.kernels.sparse_mla import sparse_mla
-from dspark_jax.kernels.sparse_mla.cases import TEST_CASES, Case, make
+from dspark_jax.kernels.sparse_mla.cases import TEST_CASES, Case, Row, make
 from dspark_jax.kernels.sparse_mla.pallas_triton import Tile, default_tile, sparse_mla_pallas
 from tests.parity.compare import BFLOAT16_OP, FLOAT32_OP, assert_close
 from tests.seeds import fresh_seed
@@ -16,9 +19,10 @@ from tests.seeds import fresh_seed
 INTERPRETED = Dispatch(Backend.PALLAS, interpret=True)
 
 
+@pytest.mark.parametrize("row_format", [RowFormat.PLAIN, RowFormat.FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("case", TEST_CASES, ids=lambda case: case.name)
-def test_default_tile(case: Case) -> None:
-    arguments = make(case, fresh_seed(), jnp.float32)
+def test_default_tile(case: Case, row_format: RowFormat) -> None:
+    arguments = make(case, fresh_seed(), jnp.float32, row_format=row_format)
     expected = sparse_mla(**arguments, dispatch=Dispatch())
     assert np.isfinite(np.asarray(expected)).all()
     assert_close(sparse_mla(**arguments, dispatch=INTERPRETED), expected, FLOAT32_OP, case.name)
@@ -41,7 +45,53 @@ def test_bfloat16_rows() -> None:
     assert_close(out, sparse_mla(**arguments, dispatch=Dispatch()), BFLOAT16_OP)
 
 
+def in_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with ring and entries as float32 arrays."""
+    return arguments | {name: decode(arguments[name]) for name in ("window", "entries")}
+
+
+@pytest.mark.parametrize("row_format", [RowFormat.ROUNDED, RowFormat.FP8], ids=["rounded", "fp8"])
+def test_a_format_attends_as_the_numbers_that_it_holds(row_format: RowFormat) -> None:
+    case = next(c for c in TEST_CASES if c.name == "mixed_lengths")
+    arguments = make(case, fresh_seed(), jnp.float32, row_format=row_format)
+    out = sparse_mla(**arguments, dispatch=Dispatch())
+    np.testing.assert_array_equal(out, sparse_mla(**in_numbers(arguments), dispatch=Dispatch()))
+
+
+@pytest.mark.parametrize(
+    ("width", "rotary", "splits"), [(128, 64, 1), (200, 40, 3), (272, 16, 1), (344, 64, 3)]
+)
+def test_fp8_rows_of_any_width(width: int, rotary: int, splits: int) -> None:
+    """Short last blocks, more words of scales than one, rows that are no power of two."""
+    case = Case(
+        "",
+        (Row(5, 2), Row(63, 1)),
+        heads=3,
+        width=width,
+        window=8,
+        listed=24,
+        padding=1,
+        rotary=rotary,
+    )
+    arguments = make(case, fresh_seed(), jnp.float32, row_format=RowFormat.FP8)
+    tile = Tile(heads=16, keys=16, step_keys=16, part=16, splits=splits, warps=4, stages=1)
+    out = sparse_mla_pallas(**arguments, dispatch=INTERPRETED, tile=tile)
+    assert_close(out, sparse_mla(**arguments, dispatch=Dispatch()), FLOAT32_OP)
+
+
+def test_fp8_rows_beside_bfloat16_queries() -> None:
+    """Then the kernel works in float16."""
+    case = next(c for c in TEST_CASES if c.name == "mixed_lengths")
+    arguments = make(case, fresh_seed(), jnp.bfloat16, row_format=RowFormat.FP8)
+    out = sparse_mla(**arguments, dispatch=INTERPRETED)
+    assert out.dtype == jnp.bfloat16
+    assert_close(out, sparse_mla(**arguments, dispatch=Dispatch()), BFLOAT16_OP)
+
+
 def test_few_tokens_are_split_and_many_are_not() -> None:
     sizes = {"heads": 64, "width": 512, "rows": 640, "itemsize": 2, "capability": 90}
     splits = [default_tile(tokens=tokens, **sizes).splits for tokens in (1, 16, 64, 256, 2048)]
     assert splits == [10, 5, 2, 1, 1]
+    tiles = [default_tile(tokens=tokens, **sizes, is_fp8=True) for tokens in (16, 64, 256, 2048)]
+    assert [(t.heads, t.warps, t.keys) for t in tiles] == 4 * [(64, 8, 64)]
+    assert [(t.splits, t.stages) for t in tiles] == [(5, 1), (2, 5), (1, 5), (1, 5)]

@@ -6,12 +6,13 @@ import jax
 
 from dspark_jax.kernels.dispatch import Backend, Dispatch
 from dspark_jax.kernels.index_topk.reference import index_topk_reference
+from dspark_jax.kernels.rows import Keys
 
 
 def index_topk(
     q: jax.Array,
     head_weights: jax.Array,
-    index_keys: jax.Array,
+    index_keys: Keys,
     *,
     layer: jax.Array | int,
     page_table: jax.Array,
@@ -24,7 +25,7 @@ def index_topk(
 
     Args:
       q: [T, Hi, I], rotated. head_weights: float32 [T, Hi], constants folded in.
-      index_keys: [L, P, S, I]; page_table: int32 [slots, max_pages]; slots: int32 [T].
+      index_keys: [L, P, S, I], plain or fp8; page_table: int32 [slots, max_pages]; slots: int32 [T].
       counts: int32 [T], visible entries of the token; 0 for padding.
 
     Returns:

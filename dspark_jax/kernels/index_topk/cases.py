@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.kernels.rows import RowFormat, empty_keys, encode
+
 
 class Row(NamedTuple):
     """`tokens` neighbouring tokens of one request, the first of which sees `visible` entries."""
@@ -58,8 +60,13 @@ def prefill_case(tokens: int, entries: int, **size: Any) -> Case:
     return Case(f"prefill_{tokens}x{entries}", rows, max_pages=entries // size["per_page"], **size)
 
 
-def make(case: Case, seed: int, dtype: Any) -> dict[str, Any]:
-    """Arguments of `index_topk` by name, without `dispatch`. Keys that must not be read hold NaN."""
+def make(
+    case: Case, seed: int, dtype: Any, *, row_format: RowFormat = RowFormat.PLAIN
+) -> dict[str, Any]:
+    """Arguments of `index_topk` by name, without `dispatch`, keys in `row_format`.
+
+    Keys that must not be read hold NaN.
+    """
     rng = np.random.default_rng(seed)
     tokens = sum(r.tokens for r in case.rows) + case.padding
     slots = len(case.rows) + 1
@@ -87,10 +94,11 @@ def make(case: Case, seed: int, dtype: Any) -> dict[str, Any]:
         )
         table[slot, -(-held // case.per_page) :] = -1
         head += row.tokens
+    like = empty_keys((), case.width, row_format, dtype=dtype)
     return {
         "q": jnp.asarray(draw(tokens, case.heads, case.width), dtype),
         "head_weights": jnp.asarray(draw(tokens, case.heads)),
-        "index_keys": jnp.asarray(keys, dtype),
+        "index_keys": encode(jnp.asarray(keys), like),
         "layer": jnp.int32(1),
         "page_table": jnp.asarray(table, jnp.int32),
         "slots": jnp.asarray(token_slots),

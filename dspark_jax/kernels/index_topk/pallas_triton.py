@@ -2,7 +2,8 @@
 
 Scores. Tokens of one request share its keys, so runs of at most `ScoreTile.tokens` neighbours with the same slot
 form a tile; a program scores one block of keys for one tile. Keys are the row operand: the sum over heads then
-stays within a thread. A token that sees at most k entries keeps them all and is not scored.
+stays within a thread. A token that sees at most k entries keeps them all and is not scored. Keys in fp8 become
+float16, or float32 beside float32 queries, and the scale of a key multiplies its sum.
 
 Selection. One program finds a row's k-th largest score by bisection over the integers that order like floats, then
 compacts what lies above it and the first of what equals it. Rows longer than `MOST` are cut into chunks whose
@@ -21,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.rows import Fp8Keys, Keys
 from dspark_jax.kernels.triton import dot, gather, loop, scatter, triton_call
 
 BUDGET_BYTES = 256 * 2**20
@@ -39,9 +41,9 @@ class ScoreTile:
 
 
 def default_score_tile(*, key_bytes: int, capability: int) -> ScoreTile:
-    """Tile for keys of `key_bytes` bytes per channel. Measured on H200 with 64 heads of 128 channels.
+    """Tile for keys of `key_bytes` bytes per channel, or 4 where they become float32.
 
-    SM100 and SM103 start from the same sizes.
+    Measured on H200 with 64 heads of 128 channels. SM100 and SM103 start from the same sizes.
     """
     del capability
     if key_bytes == 1:
@@ -69,7 +71,7 @@ def index_topk_pallas(
     entries = page_table.shape[1] * index_keys.shape[2]
     k = min(k, entries)
     tile = tile or default_score_tile(
-        key_bytes=index_keys.dtype.itemsize, capability=dispatch.capability
+        key_bytes=_key_bytes(index_keys, q.dtype), capability=dispatch.capability
     )
     tables = jnp.maximum(page_table, 0)
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
@@ -134,7 +136,7 @@ def score(
         partial(_score, keys=keys, k=k),
         begins,
         layer,
-        q.astype(jnp.float16 if index_keys.dtype.itemsize == 1 else index_keys.dtype),
+        q.astype(_operand_dtype(index_keys, q.dtype)),
         head_weights,
         index_keys,
         page_table,
@@ -147,6 +149,25 @@ def score(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def _operand_dtype(index_keys: Keys, queries: Any) -> Any:
+    """Dtype in which keys meet queries of dtype `queries`."""
+    codes = _codes(index_keys)
+    if codes.dtype.itemsize > 1:
+        return codes.dtype
+    return jnp.float32 if queries == jnp.float32 else jnp.float16
+
+
+def _key_bytes(index_keys: Keys, queries: Any) -> int:
+    """What `default_score_tile` goes by."""
+    is_wide = _operand_dtype(index_keys, queries) == jnp.float32
+    return 4 if is_wide else _codes(index_keys).dtype.itemsize
+
+
+def _codes(index_keys: Any) -> Any:
+    """The array of keys, without their scales, or a ref of it."""
+    return index_keys.codes if isinstance(index_keys, Fp8Keys) else index_keys
 
 
 def select(scores, counts, *, k, page_table, slots, per_page, dispatch, most=MOST) -> jax.Array:
@@ -201,7 +222,7 @@ def _score(
 ) -> None:
     """Body: one block of keys, one tile of tokens.
 
-    begins [tiles + 1]; layer [1]; q [T, Hi, I]; head_weights [T, Hi]; index_keys [L, P, S, I];
+    begins [tiles + 1]; layer [1]; q [T, Hi, I]; head_weights [T, Hi]; index_keys [L, P, S, I] or `Fp8Keys`;
     page_table [slots, max_pages]; slots and counts [T]; out scores [T, N].
     """
     tile = pl.program_id(1)
@@ -226,15 +247,19 @@ def _score(
         head = jnp.arange(pl.next_power_of_2(heads))
         is_head = head < heads
         place = (layer[0], page[:, None], (entry % per_page)[:, None], channel[None])
-        rows = gather(index_keys, *place, mask=visible[:, None]).astype(q.dtype)
+        rows = gather(_codes(index_keys), *place, mask=visible[:, None]).astype(q.dtype)
+        scale = None
+        if isinstance(index_keys, Fp8Keys):
+            scale = gather(index_keys.scale, layer[0], page, entry % per_page, mask=visible)
 
         def one(t, carry):
             query = gather(q, t, head[:, None], channel[None], mask=is_head[:, None])
             weight = gather(head_weights, t, head, mask=is_head)
             dots = jnp.maximum(dot(rows, query, transpose_b=True), 0.0)
-            scatter(
-                scores, t, entry, value=jnp.sum(dots * weight[None], axis=1), mask=entry < counts[t]
-            )
+            total = jnp.sum(dots * weight[None], axis=1)
+            if scale is not None:
+                total *= scale
+            scatter(scores, t, entry, value=total, mask=entry < counts[t])
             return carry
 
         loop(begin, end, one, jnp.int32(0))

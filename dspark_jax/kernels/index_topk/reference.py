@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.kernels.rows import gather
+
 
 def index_topk_reference(
     q, head_weights, index_keys, *, layer, page_table, slots, counts, k
@@ -17,7 +19,7 @@ def index_topk_reference(
     wide_q = q.astype(jnp.float32)
 
     def score_page(page: jax.Array, scores: jax.Array) -> jax.Array:
-        keys = index_keys[layer, tables[:, page]].astype(jnp.float32)  # [T, S, I]
+        keys = gather(index_keys, (layer, tables[:, page])).astype(jnp.float32)  # [T, S, I]
         dots = jax.nn.relu(jnp.einsum("thi,tsi->ths", wide_q, keys))
         summed = jnp.einsum("ths,th->ts", dots, head_weights)
         visible = page * per_page + jnp.arange(per_page) < counts[:, None]

@@ -7,14 +7,15 @@ from functools import partial
 import jax
 
 from dspark_jax.kernels.dispatch import Backend, Dispatch
+from dspark_jax.kernels.rows import Rows
 from dspark_jax.kernels.sparse_mla.reference import sparse_mla_reference
 
 
 def sparse_mla(
     q: jax.Array,
-    window: jax.Array,
+    window: Rows,
     step_rows: jax.Array,
-    entries: jax.Array | None,
+    entries: Rows | None,
     *,
     layer: jax.Array | int,
     entry_layer: jax.Array | int,
@@ -37,8 +38,9 @@ def sparse_mla(
       pages  the first `entry_counts` of `entry_places`, from `entries[entry_layer]` flattened over pages
 
     Args:
-      q: [T, H, D], rotated and normalised. window: [L, slots, W, D]. step_rows: [T, D].
-      entries: [L_e, P, S, D] or None for a sliding-only layer; entry_places: int32 [T, K] into P*S;
+      q: [T, H, D], rotated and normalised. window: [L, slots, W, D] in any format. step_rows: [T, D], plain.
+      entries: [L_e, P, S, D] in the format of `window`, or None for a sliding-only layer;
+        entry_places: int32 [T, K] into P*S;
         entry_counts: int32 [T].
       attn_sink: float32 [H], not scaled.
       slots, positions, starts, row_heads: int32 [T]; is_token: bool [T], False for padding.

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.kernels.rows import RowFormat, empty_rows, encode
+
 
 class Row(NamedTuple):
     """One request of a step: its slot's context before the step and how many tokens the step holds."""
@@ -62,10 +64,18 @@ def prefill_case(tokens: int, *, listed: int = 512, **size: int) -> Case:
     return Case(f"prefill_{tokens}", (Row(8192, tokens),), listed=listed, **size)
 
 
-def make(case: Case, seed: int, dtype: Any, *, pool: int | None = None) -> dict[str, Any]:
+def make(
+    case: Case,
+    seed: int,
+    dtype: Any,
+    *,
+    pool: int | None = None,
+    row_format: RowFormat = RowFormat.PLAIN,
+) -> dict[str, Any]:
     """Arguments of `sparse_mla` by name, without `dispatch`. Whatever must not be read holds NaN.
 
-    `pool` is the number of entries in the page pool, at least what the case lists.
+    `pool` is the number of entries in the page pool, at least what the case lists. Ring and entries are in
+    `row_format`.
     """
     rng = np.random.default_rng(seed)
     tokens = sum(r.tokens for r in case.rows) + case.padding
@@ -108,12 +118,13 @@ def make(case: Case, seed: int, dtype: Any, *, pool: int | None = None) -> dict[
         flat = np.full((pool, case.width), np.nan, np.float32)
         flat[named] = normal(len(named), case.width)
         entries = np.stack([np.full_like(flat, np.nan), flat]).reshape(2, -1, per_page, case.width)
+    like = empty_rows((), case.width, row_format, num_rotary=case.rotary, dtype=dtype)
     angle = rng.uniform(0, 6, (tokens, case.rotary // 2)).astype(np.float32)
     return {
         "q": jnp.asarray(normal(tokens, case.heads, case.width), dtype),
-        "window": jnp.asarray(window, dtype),
+        "window": encode(jnp.asarray(window), like),
         "step_rows": jnp.asarray(step_rows, dtype),
-        "entries": None if entries is None else jnp.asarray(entries, dtype),
+        "entries": None if entries is None else encode(jnp.asarray(entries), like),
         "layer": jnp.int32(1),
         "entry_layer": jnp.int32(1),
         "attn_sink": jnp.asarray(normal(case.heads)),

@@ -22,6 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.row_tile import Part, load_parts, row_parts, tile_dtype, whole_part
+from dspark_jax.kernels.rows import Fp8Rows, by_place, plain_values
 from dspark_jax.kernels.triton import (
     LOG2_E,
     MASKED,
@@ -39,7 +41,10 @@ MERGE_HEADS = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of one launch: `heads` by `keys` (`step_keys` in the step's rows), rows in `part`-wide pieces."""
+    """Sizes of one launch: `heads` by `keys` (`step_keys` in the step's rows), plain rows in `part`-wide pieces.
+
+    fp8 rows are cut into their blocks.
+    """
 
     heads: int
     keys: int
@@ -51,25 +56,35 @@ class Tile:
 
 
 def default_tile(
-    *, tokens: int, heads: int, width: int, rows: int, itemsize: int, capability: int
+    *,
+    tokens: int,
+    heads: int,
+    width: int,
+    rows: int,
+    itemsize: int,
+    capability: int,
+    is_fp8: bool = False,
 ) -> Tile:
     """Tile for `tokens` tokens with at most `rows` rows each of `width` channels.
 
-    Measured on H200 with 64 heads of 512 channels and 640 rows. A tile of 64 heads and 8 warps fills a
-    multiprocessor; with 32 heads two programs share one, which wins once there are enough of them. SM100 and
-    SM103 start from the same sizes, which were not measured there; they keep queries in shared memory too, so row
-    tiles beside 64 heads must be half as long.
+    `itemsize` is that of a channel in a product. Measured on H200 with 64 heads of 512 channels and 640 rows. A
+    tile of 64 heads and 8 warps fills a multiprocessor; with 32 heads two programs share one, which wins once
+    there are enough of them, but not for rows in fp8: both would decode them. Those are fetched ahead from 5
+    stages on, which pays from 64 tokens. SM100 and SM103 start from the same sizes, which were not measured there;
+    they keep queries in shared memory too, so row tiles beside 64 heads must be half as long.
     """
     sms = multiprocessors(capability)
-    wide = itemsize > 2  # float32 rows: a quarter of the tile, to fit shared memory
+    wide = itemsize > 2  # float32 operands: a quarter of the tile, to fit shared memory
     keys = 16 if wide else 64
     # A decoding request has at most a few rows in its own step, a prompt chunk a whole window of them.
     step_keys = min(keys, 16 if tokens < 256 else 32 if tokens < 1024 else 64)
-    if tokens >= 256 and not wide:
+    if tokens >= 256 and not wide and not is_fp8:
         block, warps, stages = row_block(heads, 32), 4, 3
     else:
         block, warps, stages = row_block(heads, 16 if wide else 64), 8, 3
         keys = min(keys, 64 if capability < 100 else 32)
+    if is_fp8 and not wide:
+        stages = 1 if tokens < 64 else 5
     programs = tokens * pl.cdiv(heads, block)
     tiles = pl.cdiv(rows, keys)
     per_split = pl.cdiv(tiles, max(1, sms // programs))
@@ -107,18 +122,22 @@ def sparse_mla_pallas(
     """See `sparse_mla` for arguments and result; `tile` overrides the default sizes."""
     tokens, heads, width = q.shape
     length = window.shape[2]
-    if width & (width - 1) or width < 16:
+    window, entries = plain_values(window), plain_values(entries)
+    is_fp8 = isinstance(window, Fp8Rows)
+    if not is_fp8 and (width & (width - 1) or width < 16):
         raise ValueError(f"sparse_mla: row width {width} is not a power of two of at least 16")
+    dtype = tile_dtype(window, q.dtype)
     listed = 0 if entries is None else entry_places.shape[1]
     tile = tile or default_tile(
         tokens=tokens,
         heads=heads,
         width=width,
         rows=length + listed,
-        itemsize=window.dtype.itemsize,
+        itemsize=jnp.dtype(dtype).itemsize,
         capability=dispatch.capability,
+        is_fp8=is_fp8,
     )
-    parts = tuple((start, tile.part) for start in range(0, width, tile.part))
+    parts = row_parts(window, tile.part)
     # Ring places, then step places, of the window of each token: [T, W] lists and counts.
     first_seen = jnp.maximum(positions - length + 1, 0)
     first_step = jnp.maximum(first_seen, starts)
@@ -136,8 +155,7 @@ def sparse_mla_pallas(
         "step_counts": jnp.where(is_token, positions + 1 - first_step, 0),
     }
     if listed:
-        assert entries is not None
-        refs["listed"] = entries.reshape(entries.shape[0], -1, width)
+        refs["listed"] = by_place(entries)
         refs["listed_places"] = entry_places
         refs["listed_counts"] = jnp.where(is_token, entry_counts, 0)
     angles = {} if unrotate is None else dict(zip(("cos", "sin"), unrotate))
@@ -149,7 +167,7 @@ def sparse_mla_pallas(
     )
 
     out = _call(
-        partial(_attend, tile=tile, parts=parts),
+        partial(_attend, tile=tile, parts=parts, dtype=dtype),
         refs if tile.splits > 1 else refs | angles,
         grid=(pl.cdiv(heads, tile.heads), tokens, tile.splits),
         out_shape=(whole,) if tile.splits == 1 else split_out,
@@ -173,7 +191,7 @@ def sparse_mla_pallas(
 
 
 def _call(body, refs: Mapping[str, Any], **options: Any) -> Any:
-    """`triton_call` of `body(refs, outs)` with inputs by name."""
+    """`triton_call` of `body(refs, outs)` with inputs by name, some of which may be trees of arrays."""
     names = tuple(refs)
 
     def kernel(*args):
@@ -182,23 +200,20 @@ def _call(body, refs: Mapping[str, Any], **options: Any) -> Any:
     return triton_call(kernel, *refs.values(), **options)
 
 
-def _attend(refs: dict[str, Any], outs: tuple[Any, ...], *, tile: Tile, parts) -> None:
-    """Body: one block of heads, one token, one run of tiles.
+def _attend(
+    refs: dict[str, Any], outs: tuple[Any, ...], *, tile: Tile, parts: tuple[Part, ...], dtype: Any
+) -> None:
+    """Body: one block of heads, one token, one run of tiles; rows and queries meet in `dtype`.
 
     Refs: q [T, H, D]; sink [H]; layers [2]; slots [T]; ring [L, slots, W, D], step [T, D], listed [L_e, P*S, D],
-    each with places [T, K] and counts [T]; cos and sin [T, R/2]. `outs` is out [T, H, D], or partial
-    [splits, T, H, D] and lse [splits, T, H].
+    each with places [T, K] and counts [T], ring and listed perhaps `Fp8Rows`; cos and sin [T, R/2]. `outs` is
+    out [T, H, D], or partial [splits, T, H, D] and lse [splits, T, H].
     """
     token, split = pl.program_id(1), pl.program_id(2)
     heads, width = refs["q"].shape[1:]
     head = pl.program_id(0) * tile.heads + jnp.arange(tile.heads)
     is_head = head < heads
-    channels = [first + jnp.arange(size) for first, size in parts]
-    dtype = refs["ring"].dtype
-    q = [
-        gather(refs["q"], token, head[:, None], c[None], mask=is_head[:, None]).astype(dtype)
-        for c in channels
-    ]
+    q = load_parts(refs["q"], (token,), head, is_head, parts, dtype)
     sources: list[tuple[str, tuple[Any, ...], int]] = [
         ("ring", (refs["layers"][0], refs["slots"][token]), tile.keys),
         ("step", (), tile.step_keys),
@@ -215,10 +230,7 @@ def _attend(refs: dict[str, Any], outs: tuple[Any, ...], *, tile: Tile, parts) -
         key = i * keys + jnp.arange(keys)
         valid = key < count
         place = gather(refs[f"{name}_places"], token, key, mask=valid)
-        rows = [
-            gather(refs[name], *lead, place[:, None], c[None], mask=valid[:, None]).astype(dtype)
-            for c in channels
-        ]
+        rows = load_parts(refs[name], lead, place, valid, parts, dtype)
         logits = sum(dot(a, b, transpose_b=True) for a, b in zip(q, rows))
         logits = jnp.where(valid[None], logits * (LOG2_E * width**-0.5), MASKED)
         higher = jnp.maximum(top, jnp.max(logits, axis=1))
@@ -235,7 +247,7 @@ def _attend(refs: dict[str, Any], outs: tuple[Any, ...], *, tile: Tile, parts) -
     carry = (
         jnp.where(own_sink, sink, MASKED),
         jnp.where(own_sink, jnp.ones(tile.heads, jnp.float32), 0.0),
-        tuple(jnp.zeros((tile.heads, size), jnp.float32) for _, size in parts),
+        tuple(jnp.zeros((tile.heads, part.size), jnp.float32) for part in parts),
     )
     before = 0
     for (name, lead, keys), count, number in zip(sources, counts, tiles):
@@ -251,9 +263,10 @@ def _attend(refs: dict[str, Any], outs: tuple[Any, ...], *, tile: Tile, parts) -
     scale = 1.0 / jnp.where(total > 0, total, 1.0)
     out, *lse = outs
     lead = (split,) if lse else ()
-    for c, (first, _), s in zip(channels, parts, sums):
-        value = _rotate_back(s * scale[:, None], refs, token, first=first, width=width)
-        scatter(out, *lead, token, head[:, None], c[None], value=value, mask=is_head[:, None])
+    for part, s in zip(parts, sums):
+        value = _rotate_back(s * scale[:, None], refs, token, part, width)
+        place = (*lead, token, head[:, None], part.channels[None])
+        scatter(out, *place, value=value, mask=part.mask(is_head))
     if lse:
         level = jnp.where(total > 0, top + jnp.log2(jnp.where(total > 0, total, 1.0)), MASKED)
         scatter(lse[0], split, token, head, value=level, mask=is_head)
@@ -266,39 +279,40 @@ def _merge(refs: dict[str, Any], outs: tuple[Any, ...], *, splits: int) -> None:
     heads, width = out.shape[1:]
     head = pl.program_id(0) * MERGE_HEADS + jnp.arange(MERGE_HEADS)
     is_head = head < heads
-    channel = jnp.arange(width)
+    whole = whole_part(0, width)
     levels = [gather(refs["lse"], s, token, head, mask=is_head) for s in range(splits)]
     top = levels[0]
     for level in levels[1:]:
         top = jnp.maximum(top, level)
     total = jnp.zeros(MERGE_HEADS, jnp.float32)
-    value = jnp.zeros((MERGE_HEADS, width), jnp.float32)
+    value = jnp.zeros((MERGE_HEADS, whole.size), jnp.float32)
     for s, level in enumerate(levels):
         weight = jnp.exp2(level - top)
-        part = gather(
-            refs["partial"], s, token, head[:, None], channel[None], mask=is_head[:, None]
-        )
+        (part,) = load_parts(refs["partial"], (s, token), head, is_head, (whole,), jnp.float32)
         total += weight
-        value += weight[:, None] * part.astype(jnp.float32)
-    value = _rotate_back(value / total[:, None], refs, token, first=0, width=width)
-    scatter(out, token, head[:, None], channel[None], value=value, mask=is_head[:, None])
+        value += weight[:, None] * part
+    value = _rotate_back(value / total[:, None], refs, token, whole, width)
+    place = (token, head[:, None], whole.channels[None])
+    scatter(out, *place, value=value, mask=whole.mask(is_head))
 
 
 def _rotate_back(
-    value: jax.Array, refs: dict[str, Any], token: jax.Array, *, first: int, width: int
+    value: jax.Array, refs: dict[str, Any], token: jax.Array, part: Part, width: int
 ) -> jax.Array:
-    """Turn the rotary channels in value [heads, size] back; its channels start at `first` of `width`.
+    """Turn the rotary channels in value [heads, size], which are `part` of `width`, back.
 
     cos and sin are [T, R/2]; without them nothing is turned. Channels before the last R have angle zero.
     """
     if "cos" not in refs:
         return value
-    size = value.shape[1]
+    first, count, size = part
     rotary = 2 * refs["cos"].shape[1]
-    if first + size <= width - rotary:
+    if first + count <= width - rotary:
         return value
     pair = (first - (width - rotary)) // 2 + jnp.arange(size // 2)
     inside = pair >= 0
+    if first + size > width:
+        inside &= pair < rotary // 2
     cos = jnp.where(inside, gather(refs["cos"], token, pair, mask=inside), 1.0)
     sin = gather(refs["sin"], token, pair, mask=inside)
     even, odd = lax.split(value.reshape(-1, size // 2, 2), (1, 1), axis=2)

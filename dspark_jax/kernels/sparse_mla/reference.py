@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.kernels.rows import by_place, gather
+
 # Tokens whose gathered rows a CPU works on together: more would not stay in its cache.
 _BLOCK = 32
 # Short texts have few entries; lists of a longer model are then cut to this many before they are gathered.
@@ -52,16 +54,16 @@ def sparse_mla_reference(
     if entries is None:
         entry_places, entry_counts = jnp.zeros((count, 0), jnp.int32), jnp.zeros(count, jnp.int32)
     else:
-        pool = entries.reshape(entries.shape[0], -1, width)
+        pool = by_place(entries)
 
     def attend(token: _Token) -> jax.Array:
         span = token.position - length + 1 + jnp.arange(length)  # [W] absolute positions
-        ring = window[layer, token.slot, span % length]
+        ring = gather(window, (layer, token.slot, span % length))
         step = step_rows[jnp.clip(token.row_head + span - token.start, 0, count - 1)]
         keys = jnp.where((span < token.start)[:, None], ring, step.astype(ring.dtype))
         valid = (span >= 0) & token.is_token
         if pool is not None:
-            keys = jnp.concatenate([keys, pool[entry_layer, token.entry_places]])
+            keys = jnp.concatenate([keys, gather(pool, (entry_layer, token.entry_places))])
             in_count = jnp.arange(token.entry_places.shape[0]) < token.entry_count
             valid = jnp.concatenate([valid, in_count & token.is_token])
         # A row that is not valid may hold anything, NaN too: it must not reach a product.
