@@ -21,6 +21,7 @@ from dspark_jax.decode.settle import DeviceLogprobs
 from dspark_jax.decode.state import DecodeState, init_state
 from dspark_jax.decode.step import ModelParams
 from dspark_jax.draft.params import draft_by_column
+from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.model.params import params_by_column
 from dspark_jax.serving.buckets import bucket_for
@@ -81,6 +82,7 @@ class Executor:
         executables: Executables,
         buckets: tuple[int, ...],
         cache_dtype: Any,
+        row_format: RowFormat = RowFormat.PLAIN,
         profile: ProfileSettings | None,
         synthetic: np.ndarray | None = None,
     ) -> None:
@@ -93,7 +95,8 @@ class Executor:
             max_model_len: longest sequence.
             executables: programs, compiled by `warm_up`.
             buckets: token counts of a step, increasing.
-            cache_dtype: of cache rows.
+            cache_dtype: of plain cache rows.
+            row_format: of the target's cache rows.
             profile: how to measure step times; None to leave them unknown.
             synthetic: see `decode.state.init_state`.
         """
@@ -111,6 +114,7 @@ class Executor:
         self._executables = executables
         self._geometry = geometry
         self._cache_dtype = cache_dtype
+        self._row_format = row_format
         self._profile = profile
         self._synthetic = synthetic
         self._page_table: tuple[np.ndarray, jax.Array] | None = None
@@ -164,6 +168,7 @@ class Executor:
             executables=executables,
             buckets=setup.buckets,
             cache_dtype=setup.cache_dtype,
+            row_format=setup.row_format,
             profile=profile,
             synthetic=setup.synthetic,
         )
@@ -176,6 +181,7 @@ class Executor:
             geometry=self._geometry,
             with_drafter=self.draft_len > 0,
             dtype=self._cache_dtype,
+            row_format=self._row_format,
             synthetic=self._synthetic,
         )
 

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig
-from dspark_jax.decode.state import init_state
+from dspark_jax.decode.state import DecodeState, init_state
+from dspark_jax.kernels.addressing import OFFSETS, reaches
+from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import PageGeometry, page_tokens
 from dspark_jax.serving.flag_error import FlagError
 
 _GIB = 2**30
+_FP8 = jnp.float8_e4m3fn
 # On a CPU there is no telling what else needs memory: the cache takes at most this.
 _CPU_CACHE_BYTES = 2 << 30
 # Temporaries of a program in copies of its logits and streams (float32), and a constant. XLA says for Flash on
@@ -32,6 +36,8 @@ class MemoryPlan:
     page: int  # one cache page
     workspace: int  # temporaries of the largest step, estimated
     limit: int  # what the process may take
+    fp8_pools: tuple[int, ...] = ()  # of each array of fp8 in pages, bytes in one page
+    fp8_rings: tuple[int, ...] = ()  # of each array of fp8 in slots, all bytes
 
     @property
     def fitting_pages(self) -> int:
@@ -57,6 +63,7 @@ def make_plan(
     num_slots: int,
     max_model_len: int,
     cache_dtype: Any,
+    row_format: RowFormat = RowFormat.PLAIN,
     parameter_bytes: int,
     max_tokens: int,
     max_logit_rows: int,
@@ -68,13 +75,20 @@ def make_plan(
         cfg: the model, without `draft` where no drafter is loaded.
         num_slots: request slots.
         max_model_len: longest sequence.
-        cache_dtype: of cache rows.
+        cache_dtype: of plain cache rows.
+        row_format: of the target's cache rows.
         parameter_bytes: size of all weights.
         max_tokens: tokens of the largest step.
         max_logit_rows: logit rows of the largest step.
         limit: bytes that the process may take; None where nobody says, as on a CPU.
     """
-    one, two = (_state_bytes(cfg, num_slots, max_model_len, cache_dtype, n) for n in (1, 2))
+    states = [
+        _abstract_state(cfg, num_slots, max_model_len, cache_dtype, row_format, pages)
+        for pages in (1, 2)
+    ]
+    one, two = map(tree_bytes, states)
+    pairs = zip(*(jax.tree.leaves(state.cache) for state in states))
+    fp8 = [(more.size - less.size, less.size) for less, more in pairs if less.dtype == _FP8]
     verify = _VERIFY_LOGIT_COPIES * 4 * max_logit_rows * cfg.vocab_size
     verify += _STREAM_COPIES * 4 * max_tokens * cfg.hc_mult * cfg.hidden_size
     drafted = num_slots * cfg.draft.block_size if cfg.draft else 0
@@ -89,6 +103,8 @@ def make_plan(
         page=max(two - one, 1),
         workspace=workspace,
         limit=limit,
+        fp8_pools=tuple(sorted(growth for growth, _ in fp8 if growth)),
+        fp8_rings=tuple(size for growth, size in fp8 if not growth),
     )
 
 
@@ -97,14 +113,17 @@ def choose_pages(
 ) -> PageGeometry:
     """How many cache pages there are: as asked, else what memory holds, at most every slot at full length.
 
-    Raises `FlagError` with the numbers when memory does not hold the state or one full request.
+    Kernels do not reach the end of an array of fp8 between 2 and 4 GiB. Pages that would make one are left out.
+
+    Raises `FlagError` with the numbers when memory does not hold the state or one full request, and for fp8 out of
+    reach that is asked for.
     """
     tokens = page_tokens(cfg)
     max_pages = -(-max_model_len // tokens)
     fitting = plan.fitting_pages
     pages = asked
     if pages is None:
-        pages = min(fitting, num_slots * max_pages)
+        pages = _reachable_pages(min(fitting, num_slots * max_pages), plan.fp8_pools)
     if pages < max_pages or pages > fitting:
         raise FlagError(
             f"{plan.describe(max(pages, 0))}: room for {max(fitting, 0)} cache pages of "
@@ -112,7 +131,24 @@ def choose_pages(
             f"{max_model_len} tokens; lower --max-num-seqs, --max-num-batched-tokens or --max-model-len, set "
             "--num-pages, raise --gpu-memory-utilization, or serve fewer layers with --hf-overrides"
         )
+    arrays = {"--num-pages": [pages * size for size in plan.fp8_pools]}
+    arrays["--max-num-seqs"] = list(plan.fp8_rings)
+    for flag, sizes in arrays.items():
+        for size in sizes:
+            if not reaches(size, 1):
+                raise FlagError(
+                    f"--kv-cache-dtype fp8 makes an array of {size / _GIB:.2f} GiB, and kernels do not address "
+                    f"one between 2 and 4 GiB; change {flag}, or use --kv-cache-dtype auto"
+                )
     return PageGeometry(tokens, int(pages), max_pages)
+
+
+def _reachable_pages(pages: int, pools: tuple[int, ...]) -> int:
+    """The most pages, up to `pages`, that kernels reach in pools of so many bytes per page, in ascending order."""
+    for size in pools:
+        if not reaches(pages * size, 1):
+            pages = OFFSETS // size
+    return pages
 
 
 def tree_bytes(tree: Any) -> int:
@@ -126,18 +162,22 @@ def device_limit() -> int | None:
     return int(stats["bytes_limit"]) if "bytes_limit" in stats else None
 
 
-def _state_bytes(
-    cfg: ModelConfig, num_slots: int, max_model_len: int, cache_dtype: Any, pages: int
-) -> int:
+def _abstract_state(
+    cfg: ModelConfig,
+    num_slots: int,
+    max_model_len: int,
+    cache_dtype: Any,
+    row_format: RowFormat,
+    pages: int,
+) -> DecodeState:
     geometry = PageGeometry(page_tokens(cfg), pages, -(-max_model_len // page_tokens(cfg)))
-    return tree_bytes(
-        jax.eval_shape(
-            lambda: init_state(
-                cfg,
-                slots=num_slots,
-                geometry=geometry,
-                with_drafter=cfg.draft is not None,
-                dtype=cache_dtype,
-            )
+    return jax.eval_shape(
+        lambda: init_state(
+            cfg,
+            slots=num_slots,
+            geometry=geometry,
+            with_drafter=cfg.draft is not None,
+            dtype=cache_dtype,
+            row_format=row_format,
         )
     )

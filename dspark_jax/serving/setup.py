@@ -23,6 +23,7 @@ from dspark_jax.decode.synthetic import pack_profile
 from dspark_jax.decode.verify import Method
 from dspark_jax.draft.params import DraftParams, draft_by_stage
 from dspark_jax.kernels.dispatch import default_dispatch
+from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.serving.buckets import row_buckets, token_buckets
 from dspark_jax.serving.config import DeviceLimits, ServeConfig
@@ -46,7 +47,8 @@ class Setup:
     cache_dir: Path
     on_gpu: bool
     dtype: Any
-    cache_dtype: Any
+    cache_dtype: Any  # of plain rows
+    row_format: RowFormat
     limits: DeviceLimits
     buckets: tuple[int, ...]
     max_model_len: int
@@ -60,7 +62,7 @@ class Setup:
         dtype = _DTYPES[
             ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
         ]
-        cache_dtype = _cache_dtype(config, dtype)
+        cache_dtype, row_format = _cache_rows(config, dtype)
         limits = config.for_device(on_gpu=on_gpu)
         if config.speculative_config is None:
             model_config = dataclasses.replace(model_config, draft=None)
@@ -74,6 +76,7 @@ class Setup:
             on_gpu=on_gpu,
             dtype=dtype,
             cache_dtype=cache_dtype,
+            row_format=row_format,
             limits=limits,
             buckets=token_buckets(
                 max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -116,6 +119,7 @@ class Setup:
             num_slots=self.limits.max_num_seqs,
             max_model_len=self.max_model_len,
             cache_dtype=self.cache_dtype,
+            row_format=self.row_format,
             parameter_bytes=tree_bytes(params),
             max_tokens=self.buckets[-1],
             max_logit_rows=logit_rows(self.buckets[-1], self.draft_len, self.limits.max_num_seqs),
@@ -168,6 +172,7 @@ class Setup:
                 geometry=geometry,
                 with_drafter=self.draft_len > 0,
                 dtype=self.cache_dtype,
+                row_format=self.row_format,
                 synthetic=self.synthetic,
             )
         )
@@ -179,12 +184,13 @@ def default_cache_dir() -> Path:
     return Path(base) / "dspark_jax"
 
 
-def _cache_dtype(config: ServeConfig, dtype: Any) -> Any:
+def _cache_rows(config: ServeConfig, dtype: Any) -> tuple[Any, RowFormat]:
+    """Dtype of plain cache rows, and the format of the target's, for a model of `dtype`."""
     if config.kv_cache_dtype == "fp8":
-        raise FlagError(
-            "--kv-cache-dtype fp8 is not supported by this backend; use auto, bfloat16 or float32"
-        )
-    return dtype if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
+        return dtype, RowFormat.FP8
+    if config.kv_cache_dtype == "auto":
+        return dtype, RowFormat.PLAIN if dtype == jnp.float32 else RowFormat.ROUNDED
+    return _DTYPES[config.kv_cache_dtype], RowFormat.PLAIN
 
 
 def _require_confidence_head(folder: Path) -> None:

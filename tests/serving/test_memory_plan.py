@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dspark_jax.config import AttentionKind
 from dspark_jax.decode.state import init_state
+from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import PageGeometry, page_tokens
 from dspark_jax.serving.flag_error import FlagError
 from dspark_jax.serving.memory_plan import MemoryPlan, choose_pages, make_plan, tree_bytes
@@ -31,11 +33,19 @@ def plan(**changes) -> MemoryPlan:
     return make_plan(CFG, **(arguments | changes))
 
 
-def test_slots_and_pages_are_the_bytes_of_the_state():
+@pytest.mark.parametrize("row_format", RowFormat, ids=lambda kind: kind.value)
+def test_slots_and_pages_are_the_bytes_of_the_state(row_format):
     per_page = page_tokens(CFG)
     geometry = PageGeometry(per_page, 7, -(-LENGTH // per_page))
-    state = init_state(CFG, slots=SLOTS, geometry=geometry, with_drafter=True, dtype=jnp.bfloat16)
-    made = plan()
+    state = init_state(
+        CFG,
+        slots=SLOTS,
+        geometry=geometry,
+        with_drafter=True,
+        dtype=jnp.bfloat16,
+        row_format=row_format,
+    )
+    made = plan(row_format=row_format)
     assert made.slots + 7 * made.page == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert tree_bytes(state) == made.slots + 7 * made.page
     without = make_plan(
@@ -43,6 +53,7 @@ def test_slots_and_pages_are_the_bytes_of_the_state():
         num_slots=SLOTS,
         max_model_len=LENGTH,
         cache_dtype=jnp.bfloat16,
+        row_format=row_format,
         parameter_bytes=0,
         max_tokens=16,
         max_logit_rows=16,
@@ -64,6 +75,43 @@ def test_pages_are_what_fits_at_most_every_slot_at_full_length():
     assert tight.fitting_pages == 14
     assert choose_pages(tight, CFG, **ask, asked=None).pages == min(14, full.pages)
     assert choose_pages(tight, CFG, **ask, asked=14).pages == 14
+
+
+def test_fp8_takes_one_byte_a_channel_and_its_scales():
+    """Of a page: entries of every layer, and keys of those with an indexer."""
+    tokens, width, rotary = page_tokens(CFG), CFG.head_dim, CFG.qk_rope_head_dim
+    row = width - rotary + 2 * rotary + 4 * -(-(width - rotary) // 256)
+    csa, hca = (len(CFG.indices_of(kind)) for kind in (AttentionKind.CSA, AttentionKind.HCA))
+    in_csa, in_hca = csa * tokens // CFG.csa_ratio, hca * tokens // CFG.hca_ratio
+    key = CFG.index_head_dim + 4
+    made = plan(row_format=RowFormat.FP8)
+    assert made.page == (in_csa + in_hca) * row + in_csa * key
+    # The drafter's ring is plain.
+    ring = CFG.num_hidden_layers * SLOTS * CFG.sliding_window
+    assert plan().slots - made.slots == ring * (2 * width - row)
+    codes = [in_csa * (width - rotary), in_csa * CFG.index_head_dim, in_hca * (width - rotary)]
+    assert made.fp8_pools == tuple(sorted(codes))
+    assert made.fp8_rings == (ring * (width - rotary),)
+    assert not plan().fp8_pools
+    assert not plan().fp8_rings
+
+
+def test_pages_make_no_array_of_fp8_that_kernels_do_not_reach():
+    made = dataclasses.replace(plan(), limit=1 << 40)
+    ask = dict(num_slots=1 << 20, max_model_len=LENGTH)
+    full = choose_pages(made, CFG, **ask, asked=None).pages
+    # Beyond 4 GiB offsets have 64 bits.
+    for size, pages in ((2**33 // full, full), (2**31 // full, full), (3 * 2**30 // full, None)):
+        some = dataclasses.replace(made, fp8_pools=(7, size))
+        assert choose_pages(some, CFG, **ask, asked=None).pages == (pages or 2**31 // size)
+    # Both pools would lie between: the larger decides.
+    some = dataclasses.replace(made, fp8_pools=(3 * 2**30 // full, 5 * 2**30 // full))
+    assert choose_pages(some, CFG, **ask, asked=None).pages == 2**31 // (5 * 2**30 // full)
+    with pytest.raises(FlagError, match=r"change --num-pages, or use --kv-cache-dtype auto"):
+        choose_pages(some, CFG, **ask, asked=full // 2)
+    rings = dataclasses.replace(made, fp8_rings=(3 * 2**30,))
+    with pytest.raises(FlagError, match=r"array of 3\.00 GiB.* change --max-num-seqs"):
+        choose_pages(rings, CFG, **ask, asked=None)
 
 
 @pytest.mark.parametrize("asked", [None, 14])

@@ -71,7 +71,6 @@ def test_case_43_a_drafter_without_confidence_head(without_confidence_head, tmp_
             "min_depth 4 exceeds the draft length 3",
         ),
         ([*ADAPTIVE, "--max-capture-tokens", "3"], "does not hold one request's draft"),
-        ([*ADAPTIVE, "--kv-cache-dtype", "fp8"], "use auto, bfloat16 or float32"),
         ([*ADAPTIVE, "--max-model-len", "257"], "use at most 256"),
     ],
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.kernels.rows import Fp8Rows, RoundedRows, RowFormat
 from dspark_jax.serving import executor as executor_module
 from dspark_jax.serving.config import parse_flags
 from dspark_jax.serving.executables import Executables
@@ -61,6 +64,35 @@ def test_programs_are_compiled_for_what_the_executor_then_holds(config, monkeypa
     np.testing.assert_array_equal(executor.state.synthetic, profile)
     # Measuring and switching policies begin with a fresh state, which has the profile too.
     np.testing.assert_array_equal(executor.fresh_state().synthetic, profile)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "row_format"),
+    [
+        (("float32", "auto"), jnp.float32, RowFormat.PLAIN),
+        (("float32", "fp8"), jnp.float32, RowFormat.FP8),
+        (("float32", "bfloat16"), jnp.bfloat16, RowFormat.PLAIN),
+        (("bfloat16", "auto"), jnp.bfloat16, RowFormat.ROUNDED),
+        (("bfloat16", "fp8"), jnp.bfloat16, RowFormat.FP8),
+        (("bfloat16", "bfloat16"), jnp.bfloat16, RowFormat.PLAIN),
+        (("bfloat16", "float32"), jnp.float32, RowFormat.PLAIN),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_cache_rows_follow_the_flag_and_the_arithmetic(config, flags, dtype, row_format):
+    chosen = dataclasses.replace(config, dtype=flags[0], kv_cache_dtype=flags[1])
+    setup = Setup.from_config(chosen)
+    assert (setup.cache_dtype, setup.row_format) == (dtype, row_format)
+    state = setup.abstract_state(setup.lay_out(setup.abstract_params()))
+    assert state.draft_window is not None
+    assert state.draft_window.dtype == dtype
+    kind = {
+        RowFormat.PLAIN: jax.ShapeDtypeStruct,
+        RowFormat.ROUNDED: RoundedRows,
+        RowFormat.FP8: Fp8Rows,
+    }
+    for rows in (state.cache.window, state.cache.csa_entries):
+        assert isinstance(rows, kind[row_format])
 
 
 def test_without_synthetic_acceptance_the_state_has_no_profile(config):
