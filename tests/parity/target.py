@@ -13,6 +13,7 @@ import torch
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.batch import TokenBatch, batch_from_chunks
 from dspark_jax.model.cache import Cache, PageGeometry, commit, init_cache, page_tokens
 from dspark_jax.model.params import Params
@@ -21,6 +22,7 @@ from tests.parity.bridge import to_jax
 from tests.quick_jit import quick_jit
 from torch_ref.config import TorchRefConfig
 from torch_ref.model import forward_with_states
+from torch_ref.quantization import Simulation
 from torch_ref.random_weights import random_weights
 
 
@@ -40,9 +42,16 @@ def make_twins(reference: TorchRefConfig, seed: int) -> Twins:
     return Twins(reference, weights, *to_jax(weights, reference.to_released()))
 
 
-def expect(twins: Twins, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def expect(
+    twins: Twins, token_ids: Sequence[int], simulation: Simulation | bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Logits [S, V] of `torch_ref` and the stream mean after each layer, [S, L, M]."""
-    result, states = forward_with_states(twins.weights, twins.reference, torch.tensor([token_ids]))
+    result, states = forward_with_states(
+        twins.weights,
+        twins.reference,
+        torch.tensor([token_ids]),
+        simulate_quantization=simulation,
+    )
     means = torch.stack([state.mean(dim=2)[0] for state in states[1:]], dim=1)
     return result[0].numpy(), means.numpy()
 
@@ -97,6 +106,7 @@ class CachedTarget:
     tokens: int = 24
     rows: int = 4
     slots: int = 4
+    row_format: RowFormat = RowFormat.PLAIN
     program: Any = None
     lengths: np.ndarray = field(init=False)
 
@@ -110,7 +120,9 @@ class CachedTarget:
         self.page_table = jnp.asarray(
             np.pad(order, ((0, 0), (0, 1)), constant_values=-1), jnp.int32
         )
-        self.cache = init_cache(cfg, slots=self.slots, geometry=geometry, fill=jnp.nan)
+        self.cache = init_cache(
+            cfg, slots=self.slots, geometry=geometry, row_format=self.row_format, fill=jnp.nan
+        )
         self.lengths = np.zeros(self.slots, int)
         if self.program is None:
             self.program = quick_jit(run_step, static_argnames="cfg")
@@ -151,9 +163,18 @@ class CachedTarget:
         return np.concatenate(parts)
 
 
-def full_pass(twins: Twins, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def full_pass(
+    twins: Twins, token_ids: Sequence[int], row_format: RowFormat = RowFormat.PLAIN
+) -> tuple[np.ndarray, np.ndarray]:
     """Logits and taps of one JAX pass over a whole sequence, in a bucket with padding."""
-    target = CachedTarget(twins, max_len=len(token_ids), tokens=len(token_ids) + 2, rows=2, slots=2)
+    target = CachedTarget(
+        twins,
+        max_len=len(token_ids),
+        tokens=len(token_ids) + 2,
+        rows=2,
+        slots=2,
+        row_format=row_format,
+    )
     return target.step([Chunk(1, token_ids, len(token_ids))])[0]
 
 
