@@ -21,6 +21,7 @@ from dspark_jax.decode.state import DecodeState, init_state
 from dspark_jax.decode.step import ModelParams, verify_step
 from dspark_jax.decode.verify import Method
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import PageGeometry, page_tokens
 from tests.quick_jit import quick_jit
 
@@ -108,6 +109,7 @@ class Loop:
     shortest_chunk: int = 1  # where the prompt and the step have so many left
     longest_chunk: int = 12
     min_depth: int = 0
+    row_format: RowFormat = RowFormat.PLAIN
     confidences: np.ndarray = field(init=False)  # [SLOTS, G] of the last proposals
     stale: np.ndarray = field(init=False)  # [SLOTS, G] of the proposals before
     mixed_chunks: set[int] = field(
@@ -126,6 +128,7 @@ class Loop:
             slots=SLOTS,
             geometry=PageGeometry(per_page, SLOTS * held, held),
             with_drafter=self.programs.draft is not None,
+            row_format=self.row_format,
             fill=jnp.nan,
         )
         self.confidences = np.ones((SLOTS, self.draft_len), np.float32)

@@ -11,6 +11,7 @@ import pytest
 from dspark_jax.budget import allocate
 from dspark_jax.decode.plan import RowFinish
 from dspark_jax.decode.verify import Method
+from dspark_jax.kernels.rows import RowFormat
 from tests.decode.conftest import NUM_TOKENS, Text
 from tests.decode.driver import (
     BUDGETS,
@@ -70,6 +71,16 @@ def test_case_35_greedy_text_is_the_same_for_every_budget(twins, texts, budget):
         accepted = {n for request in requests for n in request.accept_lens}
         # Otherwise the drafter had no say, and the test nothing to find.
         assert accepted == {0} if budget is no_budget else {0, 1, 2} <= accepted
+
+
+@pytest.mark.parametrize("budget", [full_budget, random_budget])
+def test_greedy_text_over_fp8_rows_is_the_same_for_every_budget(twins, texts, budget):
+    """Beside the same program without drafts: one with other sums may round a row to another code, and diverge."""
+    kind, over_fp8 = programs(twins.cfg), {"row_format": RowFormat.FP8}
+    expected = continued(twins, kind, no_budget, requests_for(texts), **over_fp8)
+    requests = requests_for(texts)
+    assert continued(twins, kind, budget, requests, **over_fp8) == expected
+    assert {0, 1, 2} <= {n for request in requests for n in request.accept_lens}
 
 
 def test_greedy_drafts_leave_the_greedy_text_alone(twins, texts):

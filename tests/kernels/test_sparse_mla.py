@@ -56,6 +56,7 @@ def test_a_format_attends_as_the_numbers_that_it_holds(row_format: RowFormat) ->
     arguments = make(case, fresh_seed(), jnp.float32, row_format=row_format)
     out = sparse_mla(**arguments, dispatch=Dispatch())
     np.testing.assert_array_equal(out, sparse_mla(**in_numbers(arguments), dispatch=Dispatch()))
+    assert_close(sparse_mla(**arguments, dispatch=INTERPRETED), out, FLOAT32_OP)
 
 
 @pytest.mark.parametrize(
