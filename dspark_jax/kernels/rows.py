@@ -165,7 +165,9 @@ def quantize_rows(rows: jax.Array, num_rotary: int) -> Fp8Rows:
     exponents = _scale_exponents(jnp.max(jnp.abs(_blocks(wide)), axis=-1))
     return Fp8Rows(
         codes=_codes(wide, _per_channel(exponents, kept.shape[-1])),
-        rotary=rotary.astype(jnp.bfloat16),
+        rotary=jax.lax.reduce_precision(rotary, exponent_bits=8, mantissa_bits=7).astype(
+            jnp.bfloat16
+        ),
         scales=pack_exponents(exponents),
     )
 
@@ -211,4 +213,13 @@ def _scale_exponents(amax: jax.Array) -> jax.Array:
 
 def _codes(x: jax.Array, exponents: jax.Array) -> jax.Array:
     """Float32 x in e4m3, divided by scales that keep it within 448: exponents broadcast to x."""
-    return (x * exponent_to_scale(254 - exponents)).astype(jnp.float8_e4m3fn)
+    return _round_to_e4m3(x * exponent_to_scale(254 - exponents)).astype(jnp.float8_e4m3fn)
+
+
+def _round_to_e4m3(x: jax.Array) -> jax.Array:
+    """Float32 x within 448, rounded to three bits behind the point, or to 2**-9 where e4m3 is subnormal.
+
+    Rounded as float32, because XLA may drop a conversion that the opposite one follows.
+    """
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    return jnp.where(jnp.abs(x) < 2.0**-6, jnp.round(x * 2.0**9) * 2.0**-9, normal)

@@ -54,6 +54,9 @@ def check_rounding(width: int, rotary: int) -> None:
     expected = round_cache_row(torch.from_numpy(rows), rotary).numpy()
     stored = jax.jit(quantize_rows, static_argnums=1)(rows, rotary)
     np.testing.assert_array_equal(jax.jit(dequantize_rows)(stored), expected)
+    # In one program, where XLA sees conversions there and back.
+    like = empty_rows((), width, RowFormat.ROUNDED, num_rotary=rotary, dtype=jnp.float32)
+    np.testing.assert_array_equal(jax.jit(as_stored)(rows, like), expected)
     keys = jax.jit(quantize_keys)(rows)
     np.testing.assert_array_equal(
         jax.jit(decode)(keys), round_e4m3(torch.from_numpy(rows), width).numpy()

@@ -85,9 +85,8 @@ def default_tile(
         keys = min(keys, 64 if capability < 100 else 32)
     if is_fp8 and not wide:
         stages = 1 if tokens < 64 else 5
-        step_keys = min(
-            step_keys, 32
-        )  # the step's rows take two bytes a channel: no more memory than fp8 ones
+        # The step's rows have two bytes a channel, and a tile of them shall not take more memory than one of fp8.
+        step_keys = min(step_keys, 32)
     programs = tokens * pl.cdiv(heads, block)
     tiles = pl.cdiv(rows, keys)
     per_split = pl.cdiv(tiles, max(1, sms // programs))
