@@ -16,34 +16,37 @@ from benchmarks.kernel_timing import time_captured_ms, time_ms, torch_on_gpu
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.index_topk import cases as index_cases
 from dspark_jax.kernels.index_topk import pallas_triton as index
+from dspark_jax.kernels.rows import RowFormat, empty_keys, encode, gather
 
 
 def index_topk_problems(dispatch: Dispatch) -> Iterator[Callable[[], Problem]]:
     """Scores and selection: decode and prompt chunks over 2048 to 32768 entries."""
-    bf16, fp8 = jnp.bfloat16, jnp.float8_e4m3fn
+    bf16, fp8 = RowFormat.PLAIN, RowFormat.FP8
     for tokens, entries in ((64, 2048), (64, 32768), (512, 2048)):
         case = index_cases.decode_case(tokens, entries, **index_cases.FLASH)
         yield partial(_index_topk, case, bf16, dispatch)
-    for tokens, entries, dtype in (
+    for tokens, entries, row_format in (
         (512, 32768, bf16),
         (2048, 2048, bf16),
         (2048, 8192, bf16),
         (2048, 8192, fp8),
     ):
         case = index_cases.prefill_case(tokens, entries, **index_cases.FLASH)
-        yield partial(_index_topk, case, dtype, dispatch)
+        yield partial(_index_topk, case, row_format, dispatch)
     for tokens, entries in ((64, 2048), (512, 32768), (2048, 2048), (2048, 8192)):
         yield partial(_select, tokens, entries, dispatch)
 
 
-def _index_topk(case: index_cases.Case, dtype: Any, dispatch: Dispatch) -> Problem:
+def _index_topk(case: index_cases.Case, row_format: RowFormat, dispatch: Dispatch) -> Problem:
     layers = 4
+    like = empty_keys((), case.width, row_format, dtype=jnp.bfloat16)
+    key_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(like))
     made = index_cases.make(case, 1, jnp.bfloat16)
     keys = jax.random.normal(
         jax.random.key(2), (layers, *made["index_keys"].shape[1:]), jnp.bfloat16
     )
     arrays = {k: v for k, v in made.items() if k not in ("layer", "k")} | {
-        "index_keys": keys.astype(dtype)
+        "index_keys": jax.jit(lambda keys: encode(keys, like))(keys)
     }
     tokens, entries = made["q"].shape[0], case.max_pages * case.per_page
 
@@ -65,15 +68,15 @@ def _index_topk(case: index_cases.Case, dtype: Any, dispatch: Dispatch) -> Probl
     flops = 2.0 * scored * case.heads * case.width
     return Problem(
         kernel="index_topk",
-        case=f"{case.name} {jnp.dtype(dtype).name}",
+        case=f"{case.name} {'fp8 keys' if row_format is RowFormat.FP8 else 'bfloat16'}",
         arguments=arrays,
         run=partial(run, None),
         check=check,
-        num_bytes=len(case.rows) * entries * case.width * jnp.dtype(dtype).itemsize + 8.0 * scored,
+        num_bytes=len(case.rows) * entries * key_bytes + 8.0 * scored,
         flops=flops,
         expected_ms=max(0.03, flops / 3e11),
         tile=index.default_score_tile(
-            key_bytes=jnp.dtype(dtype).itemsize, capability=dispatch.capability
+            key_bytes=key_bytes // case.width, capability=dispatch.capability
         ),
         limit=1e-4,
         variants=variants,
@@ -90,7 +93,8 @@ def _choice_error(
     number = np.arange(count)
     pages = np.asarray(arrays["page_table"])[int(arrays["slots"][row]), number // case.per_page]
     flat = pages * case.per_page + number % case.per_page
-    keys = arrays["index_keys"][1].reshape(-1, case.width)[flat].astype(jnp.float32)
+    keys = gather(arrays["index_keys"], (1, flat // case.per_page, flat % case.per_page))
+    keys = keys.astype(jnp.float32)
     q = arrays["q"][row].astype(jnp.float32)
     dots = jax.nn.relu(jnp.einsum("nd,hd->nh", keys, q, precision="highest"))
     scores = np.asarray(dots @ arrays["head_weights"][row])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.kernel_problems.problem import Problem, label, nearest, relative_error
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.rows import RowFormat, empty_rows, encode
 from dspark_jax.kernels.sparse_mla import cases as mla_cases
 from dspark_jax.kernels.sparse_mla import pallas_triton as mla
 from dspark_jax.kernels.sparse_mla.reference import sparse_mla_reference
@@ -24,14 +25,25 @@ def sparse_mla_problems(dispatch: Dispatch) -> Iterator[Callable[[], Problem]]:
     for tokens in (1, 16, 64, 256, 1024, 2048):
         case = mla_cases.decode_case(tokens, **mla_cases.FLASH)
         yield partial(_sparse_mla, "flash", case, dispatch)
+    for tokens in (16, 64, 256, 2048):
+        case = mla_cases.decode_case(tokens, **mla_cases.FLASH)
+        yield partial(_sparse_mla, "flash", case, dispatch, RowFormat.FP8)
     yield partial(_sparse_mla, "flash", mla_cases.prefill_case(2048, **mla_cases.FLASH), dispatch)
     for tokens in (16, 256):
         case = mla_cases.decode_case(tokens, listed=1024, **mla_cases.PRO)
         yield partial(_sparse_mla, "pro", case, dispatch)
 
 
-def _sparse_mla(model: str, case: mla_cases.Case, dispatch: Dispatch) -> Problem:
+def _sparse_mla(
+    model: str,
+    case: mla_cases.Case,
+    dispatch: Dispatch,
+    row_format: RowFormat = RowFormat.PLAIN,
+) -> Problem:
     layers, pool = 6, POOL
+    is_fp8 = row_format is RowFormat.FP8
+    like = empty_rows((), case.width, row_format, num_rotary=case.rotary, dtype=jnp.bfloat16)
+    store = jax.jit(lambda rows: encode(rows, like))
     made = mla_cases.make(case, 1, jnp.bfloat16)
     key = jax.random.key(2)
     arrays = {k: v for k, v in made.items() if k not in ("layer", "entry_layer")}
@@ -40,8 +52,8 @@ def _sparse_mla(model: str, case: mla_cases.Case, dispatch: Dispatch) -> Problem
     entries = jax.random.normal(key, (layers, pool // 64, 64, case.width), jnp.bfloat16)
     tokens = made["q"].shape[0]
     arrays |= {
-        "window": window,
-        "entries": entries,
+        "window": store(window),
+        "entries": store(entries),
         "step_rows": jnp.nan_to_num(made["step_rows"]),
         "entry_places": jax.random.randint(key, (tokens, case.listed), 0, pool),
         "entry_counts": jnp.full(tokens, case.listed, jnp.int32),
@@ -66,6 +78,7 @@ def _sparse_mla(model: str, case: mla_cases.Case, dispatch: Dispatch) -> Problem
         rows=rows,
         itemsize=2,
         capability=dispatch.capability,
+        is_fp8=is_fp8,
     )
     variants = {}
     tiles = [
@@ -74,7 +87,7 @@ def _sparse_mla(model: str, case: mla_cases.Case, dispatch: Dispatch) -> Problem
             (32, 64),
             (32, 64, 128),
             (16, 64),
-            (128, 256, 512),
+            (default.part,) if is_fp8 else (128, 256, 512),
             sorted({default.splits, 1, 2 * default.splits} if tokens <= 256 else {1}),
             (4, 8),
             (1, 2, 3, 4, 5),
@@ -86,13 +99,14 @@ def _sparse_mla(model: str, case: mla_cases.Case, dispatch: Dispatch) -> Problem
         if tile.warps == tile.heads // 8:
             variants[label(tile)] = partial(run, tile)
     seen = tokens * rows
+    row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(like))
     return Problem(
         kernel="sparse_mla",
-        case=f"{model} {case.name}",
+        case=f"{model} {case.name}{' fp8 rows' if is_fp8 else ''}",
         arguments=arrays,
         run=partial(run, None),
         check=check,
-        num_bytes=2.0 * case.width * (seen + 2 * tokens * case.heads),
+        num_bytes=row_bytes * seen + 4.0 * case.width * tokens * case.heads,
         flops=4.0 * seen * case.heads * case.width,
         expected_ms=max(0.02, seen * case.heads * case.width * 4 / 2e11),
         tile=default,

@@ -82,6 +82,7 @@ class Engine:
         self._last_landed_at = 0.0
         self._last_cpu_s = 0.0
         self._was_awaited = False
+        self._unread: set[Stream] = set()
         # Confidences of each slot's newest landed proposal, to compare with what was accepted of it.
         self._confidences = np.ones((executor.num_slots, executor.draft_len), np.float32)
 
@@ -291,6 +292,9 @@ class Engine:
             drafts=size.drafts,
             min_depth=size.min_depth,
         )
+        if not self._was_awaited:
+            # The device is ahead of the host: no wait will come, but a launch leaves the interpreter alone too.
+            self._unread |= self._mailbox.deliver()
         planned = time.perf_counter()
         pending = self._executor.dispatch(plan)
         launch_s = time.perf_counter() - planned
@@ -329,7 +333,7 @@ class Engine:
 
     def _deliver(self) -> None:
         """Hand out the chunks; requests whose event loop has been closed are dropped."""
-        unread = self._mailbox.deliver()
+        unread, self._unread = self._unread | self._mailbox.deliver(), set()
         if unread:
             for sequence in [s for s, stream in self._streams.items() if stream in unread]:
                 self._drop(sequence)

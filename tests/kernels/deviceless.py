@@ -13,7 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 GPUS = {90: ("NVIDIA H200", 132), 100: ("NVIDIA B200", 148), 103: ("NVIDIA B300", 148)}
 """Compute capability times ten -> name and multiprocessors."""
@@ -54,7 +61,12 @@ def compile_for(
     capability: int, function: Callable[..., Any], *arguments: Any, **options: Any
 ) -> jax.stages.Compiled:
     """`function` compiled for arguments whose leaves are arrays or abstract arrays; `options` go to `jax.jit`."""
+    name, cores = GPUS[capability]
+    # Where no GPU is present, Pallas asks this mesh what it lowers for.
+    device = AbstractDevice(device_kind=name, num_cores=cores, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_placement(capability)), arguments
     )
-    return jax.jit(function, **options).lower(*placed).compile()
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function, **options).lower(*placed).compile()

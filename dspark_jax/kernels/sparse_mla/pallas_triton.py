@@ -78,7 +78,7 @@ def default_tile(
     keys = 16 if wide else 64
     # A decoding request has at most a few rows in its own step, a prompt chunk a whole window of them.
     step_keys = min(keys, 16 if tokens < 256 else 32 if tokens < 1024 else 64)
-    if tokens >= 256 and not wide and not is_fp8:
+    if not wide and (capability >= 100 if is_fp8 else tokens >= 256):
         block, warps, stages = row_block(heads, 32), 4, 3
     else:
         block, warps, stages = row_block(heads, 16 if wide else 64), 8, 3
