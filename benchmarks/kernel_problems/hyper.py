@@ -48,20 +48,21 @@ def _hyper_enter(tokens: int, model: int, dispatch: Dispatch) -> Problem:
     variants = {}
     # More tokens per tile read the projection's weights less often, and need more splits to fill the device.
     tiles = [
-        hyper.Tile(block, depth, splits, warps, stages, mix_warps)
-        for block, depth, splits, warps, stages, mix_warps in itertools.product(
+        hyper.Tile(block, depth, splits, warps, stages, balance, mix_warps)
+        for block, depth, splits, warps, stages, balance, mix_warps in itertools.product(
             (16, 32, 64, 128),
             (64, 128, 256),
-            (1, 2, 4, 8, 16, 32),
-            (2, 4, 8),
-            (2, 3, 4),
-            (1, 2, 4, 8),
+            (4, 8, 16, 32, 64),
+            (4, 8),
+            (3, 4),
+            (8, 16, 32, 64),
+            (4, 8),
         )
         if 4 * model % (depth * splits) == 0
         and splits * -(-tokens // block) >= 64
-        and splits * tokens <= 16384
+        and splits * balance <= 1024
     ]
-    for tile in nearest(tiles, default, most=3):
+    for tile in nearest(tiles, default, most=2):
         variants[label(tile)] = partial(run, tile)
     return Problem(
         kernel="hyper_enter",
@@ -93,22 +94,31 @@ def _hyper_leave(tokens: int, model: int, dispatch: Dispatch) -> Problem:
         streams, output, post, comb = arrays
         return call(streams, output, post[i % 2], comb[i % 2])
 
-    kernel = partial(run, partial(hyper.hyper_leave_pallas, dispatch=dispatch))
+    def kernel(tile):
+        return partial(run, partial(hyper.hyper_leave_pallas, dispatch=dispatch, tile=tile))
+
     reference = partial(run, hyper_op.hyper_leave_reference)
 
     def check() -> float:
         return relative_error(
-            jax.jit(kernel)(arrays, jnp.int32(0)), jax.jit(reference)(arrays, jnp.int32(0))
+            jax.jit(kernel(None))(arrays, jnp.int32(0)), jax.jit(reference)(arrays, jnp.int32(0))
         )
 
+    default = hyper.default_leave_tile(model=model)
+    tiles = [
+        hyper.LeaveTile(columns, warps)
+        for columns, warps in itertools.product((512, 1024, 2048, 4096), (2, 4, 8))
+    ]
     return Problem(
         kernel="hyper_leave",
         case=f"{tokens}x4x{model}",
         arguments=arrays,
-        run=kernel,
+        run=kernel(None),
         check=check,
         num_bytes=2.0 * tokens * 9 * model,
         flops=2.0 * tokens * 20 * model,
         expected_ms=max(0.01, tokens * 5e-5),
+        tile=default,
+        variants={label(tile): kernel(tile) for tile in nearest(tiles, default, most=2)},
         peers={"XLA": lambda: time_ms(reference, arrays, 0.05)},
     )

@@ -24,6 +24,7 @@ TEST_CASES = (
     Case("one_token", 1, 64),
     Case("no_power_of_two", 19, 48),
     Case("two_streams", 5, 32, streams=2),
+    Case("many_tokens", 131, 16),
 )
 
 
