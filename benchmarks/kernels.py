@@ -26,6 +26,10 @@ from typing import Any
 
 # The table's memory is needed by other frameworks too: take it as it is used.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Calls that are timed together must not run side by side.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_gpu_command_buffer_scheduling_mode=SERIALIZE"
+)
 
 import jax
 

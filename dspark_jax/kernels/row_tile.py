@@ -39,6 +39,10 @@ class Part(NamedTuple):
             return is_row
         return is_row & (jnp.arange(self.size) < self.count)[None]
 
+    def mask_of_valid(self) -> jax.Array | None:
+        """`mask` for rows that all exist, None if every element does."""
+        return None if self.count == self.size else self.mask(jnp.full(1, True))
+
 
 def row_parts(stored: Any, part: int) -> tuple[Part, ...]:
     """How rows are cut: plain ones in pieces of `part`, fp8 ones in blocks, the rotary channels apart."""
@@ -66,19 +70,20 @@ def load_parts(
     stored: Any,
     lead: tuple[jax.Array | int, ...],
     place: jax.Array,
-    valid: jax.Array,
+    valid: jax.Array | None,
     parts: tuple[Part, ...],
     dtype: Any,
 ) -> list[jax.Array]:
-    """Rows stored[*lead, place] by parts: [K, size] in `dtype`, zeros where not `valid` bool [K].
+    """Rows stored[*lead, place] by parts: [K, size] in `dtype`, zeros where not `valid` bool [K], None for all.
 
     `stored` is a ref [..., N, D] or `Fp8Rows` of refs; place int32 [K].
     """
     row = (*lead, place[:, None])
+    masks = [part.mask_of_valid() if valid is None else part.mask(valid) for part in parts]
     if not isinstance(stored, Fp8Rows):
         return [
-            gather(stored, *row, part.channels[None], mask=part.mask(valid)).astype(dtype)
-            for part in parts
+            gather(stored, *row, part.channels[None], mask=mask).astype(dtype)
+            for part, mask in zip(parts, masks)
         ]
     kept = stored.codes.shape[-1]
     words = [
@@ -86,14 +91,14 @@ def load_parts(
         for word in range(stored.scales.shape[-1])
     ]
     loaded = []
-    for part in parts:
+    for part, mask in zip(parts, masks):
         if part.first < kept:
-            codes = gather(stored.codes, *row, part.channels[None], mask=part.mask(valid))
+            codes = gather(stored.codes, *row, part.channels[None], mask=mask)
             scale = _scale(words, part.first // ROW_BLOCK).astype(dtype)
             loaded.append(codes.astype(dtype) * scale[:, None])
         else:
             channels = part.channels - kept
-            rotary = gather(stored.rotary, *row, channels[None], mask=part.mask(valid))
+            rotary = gather(stored.rotary, *row, channels[None], mask=mask)
             loaded.append(rotary.astype(dtype))
     return loaded
 

@@ -66,13 +66,16 @@ def triton_call(
     )(*args)
 
 
-def gather(ref: Any, *index: jax.Array | int, mask: jax.Array) -> jax.Array:
-    """Elements of `ref` at broadcast indices, 0 where `mask` is false; those are not read.
+def gather(ref: Any, *index: jax.Array | int, mask: jax.Array | None) -> jax.Array:
+    """Elements of `ref` at broadcast indices, 0 where `mask` is false; those are not read. None reads all.
 
     All arrays broadcast to one shape, as interpreted masked loads require.
     """
-    shape = jnp.broadcast_shapes(mask.shape, *(jnp.shape(i) for i in index))
+    whole = () if mask is None else mask.shape
+    shape = jnp.broadcast_shapes(whole, *(jnp.shape(i) for i in index))
     where = tuple(jnp.broadcast_to(i, shape) for i in index)
+    if mask is None:
+        return plt.load(ref.at[where])
     zero = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
     return plt.load(ref.at[where], mask=jnp.broadcast_to(mask, shape), other=zero)
 

@@ -92,7 +92,7 @@ def test_fp8_rows_beside_bfloat16_queries() -> None:
 def test_few_tokens_are_split_and_many_are_not() -> None:
     sizes = {"heads": 64, "width": 512, "rows": 640, "itemsize": 2, "capability": 90}
     splits = [default_tile(tokens=tokens, **sizes).splits for tokens in (1, 16, 64, 256, 2048)]
-    assert splits == [10, 5, 2, 1, 1]
+    assert splits == [11, 8, 2, 1, 1]
     tiles = [default_tile(tokens=tokens, **sizes, is_fp8=True) for tokens in (16, 64, 256, 2048)]
     assert [(t.heads, t.warps, t.keys) for t in tiles] == 4 * [(64, 8, 64)]
-    assert [(t.splits, t.stages) for t in tiles] == [(5, 1), (2, 5), (1, 5), (1, 5)]
+    assert [(t.splits, t.stages) for t in tiles] == [(8, 1), (2, 5), (1, 5), (1, 5)]

@@ -68,13 +68,13 @@ def default_tile(*, tokens: int, inner: int, capability: int) -> Tile:
         warps=4,
         stages=3,
         balance=max(8, min(64, 512 // splits)),
-        mix_warps=8,
+        mix_warps=4,
     )
 
 
 def default_leave_tile(*, model: int) -> LeaveTile:
     """Tile for `model` channels."""
-    return LeaveTile(columns=min(1024, pl.next_power_of_2(model)), warps=4)
+    return LeaveTile(columns=min(512, pl.next_power_of_2(model)), warps=2)
 
 
 def hyper_enter_pallas(

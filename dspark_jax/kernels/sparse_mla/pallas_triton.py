@@ -71,13 +71,14 @@ def default_tile(
     tile of 64 heads and 8 warps fills a multiprocessor; with 32 heads two programs share one, which wins once
     there are enough of them, but not for rows in fp8: both would decode them. Those are fetched ahead from 5
     stages on, which pays from 64 tokens. SM100 and SM103 start from the same sizes, which were not measured there;
-    they keep queries in shared memory too, so row tiles beside 64 heads must be half as long.
+    they keep queries in shared memory too, so row tiles beside 64 heads must be half as long, and sums in tensor
+    memory, which those of fp8 rows, eight parts, overflow for 64 heads.
     """
     sms = multiprocessors(capability)
     wide = itemsize > 2  # float32 operands: a quarter of the tile, to fit shared memory
     keys = 16 if wide else 64
     # A decoding request has at most a few rows in its own step, a prompt chunk a whole window of them.
-    step_keys = min(keys, 16 if tokens < 256 else 32 if tokens < 1024 else 64)
+    step_keys = min(keys, 16 if tokens < 256 else 32)
     if not wide and (capability >= 100 if is_fp8 else tokens >= 256):
         block, warps, stages = row_block(heads, 32), 4, 3
     else:
@@ -85,17 +86,15 @@ def default_tile(
         keys = min(keys, 64 if capability < 100 else 32)
     if is_fp8 and not wide:
         stages = 1 if tokens < 64 else 5
-        # The step's rows have two bytes a channel, and a tile of them shall not take more memory than one of fp8.
-        step_keys = min(step_keys, 32)
     programs = tokens * pl.cdiv(heads, block)
-    tiles = pl.cdiv(rows, keys)
-    per_split = pl.cdiv(tiles, max(1, sms // programs))
+    # Each split has a tile at least, one more than there are because the step's rows begin their own.
+    splits = max(1, min(32, pl.cdiv(rows, keys) + 1, sms // programs))
     return Tile(
         heads=block,
         keys=keys,
         step_keys=step_keys,
-        part=width // 2 if tokens >= 2048 and width >= 256 else width,
-        splits=min(32, pl.cdiv(tiles, per_split)),
+        part=width,
+        splits=splits,
         warps=warps if width >= 256 else 4,
         stages=stages,
     )
@@ -231,8 +230,9 @@ def _attend(
         top, total, sums = carry
         key = i * keys + jnp.arange(keys)
         valid = key < count
-        place = gather(refs[f"{name}_places"], token, key, mask=valid)
-        rows = load_parts(refs[name], lead, place, valid, parts, dtype)
+        # Beyond the count the last row again: cheaper than a mask on every row, and finite: a score hides it.
+        place = gather(refs[f"{name}_places"], token, jnp.minimum(key, count - 1), mask=None)
+        rows = load_parts(refs[name], lead, place, None, parts, dtype)
         logits = sum(dot(a, b, transpose_b=True) for a, b in zip(q, rows))
         logits = jnp.where(valid[None], logits * (LOG2_E * width**-0.5), MASKED)
         higher = jnp.maximum(top, jnp.max(logits, axis=1))
