@@ -1,7 +1,6 @@
 """The kernels' targets as data, and which of them a run of `benchmarks.kernels` meets.
 
-Left out, since no case of that benchmark shows them: fp8 cache rows, and the launch gaps of a whole step
-(`benchmarks.step_trace`).
+Left out, since no case of that benchmark shows them: the launch gaps of a whole step (`benchmarks.step_trace`).
 """
 
 from __future__ import annotations
@@ -37,11 +36,12 @@ class Target(NamedTuple):
     is_limit: bool = False
 
 
-def times(peer: str) -> Figure:
-    """A peer's time over ours."""
+def times(peer: str, at: str | None = None) -> Figure:
+    """A peer's time over ours; `at` names another case of the kernel if it stands there."""
 
     def of(run: Run, result: Result) -> float | None:
-        ms = result["peers_ms"].get(peer)
+        timed = result if at is None else find_result(run.results, result["kernel"], at)
+        ms = None if timed is None else timed["peers_ms"].get(peer)
         return None if ms is None else ms / result["ms"]
 
     return Figure(f"{peer} / ours", of)
@@ -82,6 +82,10 @@ def _targets() -> Iterator[Target]:
         yield Target("sparse_mla", case, decode, 1.0 if tokens <= 64 else 0.9)
         sparse = times("FlashMLA bf16 sparse forward")
         yield Target("sparse_mla", case, sparse, 1.0 if tokens == 16 else 0.65)
+    for tokens in (16, 64, 256, 2048):
+        case = f"flash decode_{tokens}"
+        decode = times("FlashMLA fp8 decode", at=case)
+        yield Target("sparse_mla", f"{case} fp8 rows", decode, 0.9 if tokens <= 64 else 0.65)
     for name in ("decode_64x2048", "decode_512x2048", "prefill_2048x2048"):
         yield Target("index_topk", f"{name} bfloat16", times(_SCORES_TOPK), 0.9)
     for name in ("prefill_2048x8192", "prefill_512x32768"):

@@ -28,6 +28,14 @@ DATA = {
             "peers_ms": {"peer": 3.0},
         },
         {
+            "kernel": "expert_mlp",
+            "case": "fp4 128 tokens, 230 experts",
+            "ms": 4.0,
+            "bytes_per_s": 1e12,
+            "flops": 4e14,
+            "peers_ms": {},
+        },
+        {
             "kernel": "select",
             "case": "512 of 2048x2048",
             "ms": 1.0,
@@ -51,6 +59,7 @@ def test_a_figure_is_compared_with_its_threshold():
     assert row(case, COPY, 0.5) == ("met", 0.5)
     assert row(case, COPY, 0.6) == ("not met", 0.5)
     assert row(case, times("peer"), 1.0) == ("met", 1.5)
+    assert row("fp4 128 tokens", times("peer", at=case), 1.0) == ("not met", 0.75)
     select = "select", "512 of 2048x2048"
     assert row(case, share_of(*select), 0.05, is_limit=True) == ("not met", 2.0)
     assert row(case, share_of(*select), 2.5, is_limit=True) == ("met", 2.0)
