@@ -16,6 +16,8 @@ class DraftMode(enum.Enum):
 
 _LARGEST_GAIN = 0.2  # of one decision, either way
 _PROBE_WEIGHT = 0.25
+# What drafts are thought to gain before any decision: else the first two bad ones of a new load would end it.
+_FIRST_GAIN = 0.05
 
 
 @dataclass
@@ -23,7 +25,7 @@ class _Load:
     """What is known of one class of loads: those of the same power of two."""
 
     interval: int  # steps from a vain attempt to the next
-    gain: float = 0.0  # running mean
+    gain: float = _FIRST_GAIN  # running mean
     is_resting: bool = False
     remaining: int = 0  # steps until the next attempt, while resting
 

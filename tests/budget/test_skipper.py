@@ -40,10 +40,17 @@ def modes(skipper, decisions):
 
 
 def test_stops_when_the_mean_of_its_memory_loses():
-    # After k losses of 0.1 the mean of a memory of 8 is 0.1 (1 - (7/8)^k): 0.0125, 0.0234.
+    # From a gain of 0.05, the mean of a memory of 8 after k losses of 0.1 is 0.15 (7/8)^k - 0.1: -0.012 after
+    # four, -0.023 after five.
     skipper = DraftSkipper(memory=8, margin=0.02)
-    assert modes(skipper, [losing()] * 3) == [DRAFT, SKIP, SKIP]
+    assert modes(skipper, [losing()] * 6) == [DRAFT] * 4 + [SKIP] * 2
     assert skipper.num_skipped == 2
+
+
+def test_a_bad_start_does_not_stop_what_pays():
+    """Two of the first decisions lose all that one may, as they can by chance, and the rest win."""
+    skipper = DraftSkipper()
+    assert SKIP not in modes(skipper, [decision(gain=-0.5)] * 2 + [winning()] * 20)
 
 
 def test_wins_now_and_then_do_not_keep_it_going():
@@ -56,7 +63,7 @@ def test_wins_now_and_then_do_not_keep_it_going():
 
 def test_steps_without_drafts_are_no_evidence():
     skipper = DraftSkipper(memory=8, margin=0.02)
-    assert modes(skipper, [losing()] + [undrafted()] * 5) == [DRAFT] * 6
+    assert modes(skipper, [losing()] * 4 + [undrafted()] * 5) == [DRAFT] * 9
     assert skipper.update(losing()) is SKIP
 
 
