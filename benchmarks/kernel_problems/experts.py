@@ -20,6 +20,7 @@ from dspark_jax.kernels.expert_mlp import pallas_triton as expert
 from dspark_jax.kernels.expert_mlp.plan import make_plan
 from dspark_jax.kernels.expert_mlp.reference import expert_mlp_reference
 from dspark_jax.kernels.quantized import take
+from dspark_jax.kernels.weight_tile import weight_bits
 
 
 def expert_problems(dispatch: Dispatch) -> Iterator[Callable[[], Problem]]:
@@ -102,12 +103,12 @@ def _expert(tokens: int, storage: str, stack: _LazyStack, dispatch: Dispatch) ->
     default = expert.default_tile(
         assignments=tokens * size["k"],
         experts=size["experts"],
-        plain=storage == "plain",
+        bits=weight_bits(w_gate_up),
         capability=dispatch.capability,
     )
     variants = {}
-    # A tile of fp8 or fp4 weights is at most 128 columns of the input deep.
-    depths = (32, 64, 128) if storage == "plain" else (128,)
+    # A tile of fp8 weights is at most 128 columns of the input deep, one of fp4 at least.
+    depths = {"plain": (32, 64, 128), "fp8": (128,), "fp4": (128, 256, 512)}[storage]
     rows = [r for r in (default.rows // 2, default.rows, 2 * default.rows) if r >= 16]
     tiles = [
         expert.Tile(*sizes)

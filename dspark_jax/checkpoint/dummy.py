@@ -19,12 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dspark_jax.checkpoint.formats import fp4_shapes, fp8_scale_shape
+from dspark_jax.checkpoint.formats import fp8_scale_shape
 from dspark_jax.checkpoint.names import flatten_specs
 from dspark_jax.checkpoint.safetensors import CheckpointError
 from dspark_jax.config import ModelConfig
 from dspark_jax.draft.params import DraftParams, draft_specs
-from dspark_jax.kernels.quantized import FP4_RUN, Fp4Weight, Fp8Weight, Weight, fp4_scale_shape
+from dspark_jax.kernels.quantized import (
+    FP4_RUN,
+    Fp4Weight,
+    Fp8Weight,
+    Weight,
+    fp4_packed_shape,
+    fp4_scale_shape,
+)
 from dspark_jax.model.params import Params, Spec, param_specs
 
 _BIAS = 127
@@ -128,7 +135,7 @@ def _leaf(spec: Spec, cfg: ModelConfig, dtype: Any, keep_quantized: bool, key: A
         scale = _stacked(key ^ 1, shape=fp8_scale_shape(shape), kind="fp8_scale", value=exponent)
         return Fp8Weight(codes, scale)
     if keep_quantized and storage == "fp4":
-        packed = _stacked(key, shape=fp4_shapes(shape)[0], kind="bits", value=0)
+        packed = _stacked(key, shape=fp4_packed_shape(shape), kind="fp4", value=0)
         exponent = _exponent(columns, _FP4_RMS)
         scale = _stacked(
             key ^ 1,
@@ -173,10 +180,11 @@ def _stacked(
 def _matrix(
     key: jax.Array, *, shape: tuple[int, int], kind: str, value: float, runs: int
 ) -> jax.Array:
-    if kind in ("bits", "fp8"):
+    if kind == "fp4":
+        words = _words(key, (shape[0], shape[1] // 2))
+        return jax.lax.bitcast_convert_type(words, jnp.int16).reshape(shape)
+    if kind == "fp8":
         codes = _bytes(key, shape)
-        if kind == "bits":
-            return codes
         # The two NaN codes become the largest numbers.
         codes = jnp.where(codes & 0x7F == 0x7F, codes - 1, codes)
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)

@@ -147,7 +147,7 @@ def _cut(leaf: Any, entry: Entry) -> _Part:
         weight, scale = np.asarray(leaf.weight), np.asarray(leaf.scale)
         return _Part(weight[index][rows], scale[index][scale_rows], "fp8")
     if isinstance(leaf, Fp4Weight):
-        packed, words = np.asarray(leaf.packed), np.asarray(leaf.scale)
+        packed, words = np.asarray(leaf.packed).view(np.uint8), np.asarray(leaf.scale)
         exponents = unpack_fp4_scale(words[index][..., rows], leaf.shape[-1])
         return _Part(packed[index][rows], exponents, "fp4")
     return _Part(leaf[index][rows])

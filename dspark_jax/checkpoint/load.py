@@ -160,7 +160,8 @@ class _Filler:
             packed = _zeros(fp4_shapes(spec.shape)[0], np.uint8)
             scale = _zeros(fp4_scale_shape(spec.shape), np.int32)
             self._run(lambda entry: self._copy_fp4(entry, packed, scale), entries)
-            return Fp4Weight(self._place(packed, spec), self._place(scale, fp4_scale_spec(spec)))
+            words = packed.view(np.int16)
+            return Fp4Weight(self._place(words, spec), self._place(scale, fp4_scale_spec(spec)))
         out = _zeros(spec.shape, {"i64": np.int32, "f32": np.float32}.get(spec.storage, self.dtype))
         if spec.init == "one" and not entries:
             out[...] = 1

@@ -18,13 +18,13 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 
 from dspark_jax.checkpoint.config_json import write_config
-from dspark_jax.checkpoint.formats import fp4_shapes, fp8_scale_shape
+from dspark_jax.checkpoint.formats import fp8_scale_shape
 from dspark_jax.checkpoint.load import ShardingOf, fp4_scale_spec
 from dspark_jax.checkpoint.names import flatten_specs
 from dspark_jax.checkpoint.safetensors import CheckpointError
 from dspark_jax.config import ModelConfig, load_config
 from dspark_jax.draft.params import DraftParams, draft_specs
-from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight
+from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, fp4_packed_shape
 from dspark_jax.model.params import Params, Spec, param_specs
 
 _TARGET = "target"
@@ -121,7 +121,7 @@ def _abstract_leaf(
             scale = spec._replace(shape=fp8_scale_shape(spec.shape))
             parts = {"weight": spec, "scale": scale}
         case {"packed": _, "scale": _}:
-            packed = spec._replace(shape=fp4_shapes(spec.shape)[0])
+            packed = spec._replace(shape=fp4_packed_shape(spec.shape))
             parts = {"packed": packed, "scale": fp4_scale_spec(spec)}
         case _:
             return _abstract(path, spec, saved, sharding_of)

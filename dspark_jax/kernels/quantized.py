@@ -1,9 +1,9 @@
 """Weights with the released files' values: fp8 in 128 x 128 blocks, fp4 in runs of 32 along the input.
 
 Both scales are ue8m0: a byte b stands for 2^(b - 127) and multiplies. Leading axes (layer, expert) are free,
-so a stack of layers is one array. Codes lie in memory as in the files; fp4 scales are regrouped, four to a word
-and rows innermost, so that a kernel reads those of a tile in one coalesced load. A CPU keeps neither: it holds
-matrices by column, two bytes a value.
+so a stack of layers is one array. Codes lie in memory as in the files, those of fp4 seen as words of two bytes;
+fp4 scales are regrouped, four to a word and rows innermost, so that a kernel reads those of a tile in one
+coalesced load. A CPU keeps neither: it holds matrices by column, two bytes a value.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 from flax import struct
 
 FP8_BLOCK = 128
+FP4_CODES = 4
+"""Values in a word of two bytes."""
 FP4_RUN = 32
 FP4_WORD = 4 * FP4_RUN
 """Input columns whose scales share one word."""
@@ -35,7 +37,11 @@ class Fp8Weight(struct.PyTreeNode):
 
 
 class Fp4Weight(struct.PyTreeNode):
-    """`packed` [..., N, K/2] uint8, low nibble first; `scale` [..., ceil(K/128), N] int32 (`pack_fp4_scale`)."""
+    """`packed` [..., N, K/4] int16 and `scale` [..., ceil(K/128), N] int32 (`pack_fp4_scale`).
+
+    A word of `packed` holds four codes, the first in the lowest bits. They are words and not bytes because a
+    kernel then gets both operands of a product into registers as the matrix units want them.
+    """
 
     packed: jax.Array
     scale: jax.Array
@@ -43,7 +49,7 @@ class Fp4Weight(struct.PyTreeNode):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix that is meant."""
-        return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])
+        return (*self.packed.shape[:-1], FP4_CODES * self.packed.shape[-1])
 
 
 Weight = jax.Array | Fp8Weight | Fp4Weight
@@ -105,7 +111,7 @@ def dequantize(weight: Weight | ColumnWeight, dtype: jnp.dtype | type = jnp.floa
         scale = jnp.repeat(jnp.repeat(scale, FP8_BLOCK, -2)[..., :n, :], FP8_BLOCK, -1)[..., :k]
         return (weight.weight.astype(jnp.float32) * scale).astype(dtype)
     if isinstance(weight, Fp4Weight):
-        codes = jnp.stack([weight.packed & 0xF, weight.packed >> 4], axis=-1)
+        codes = (weight.packed[..., None] >> jnp.arange(0, 16, 4, dtype=jnp.int16)) & 0xF
         values = decode_fp4(codes.reshape(weight.shape))
         scale = exponent_to_scale(unpack_fp4_scale(weight.scale, weight.shape[-1]))
         return (values * jnp.repeat(scale, FP4_RUN, -1)).astype(dtype)
@@ -133,6 +139,11 @@ def by_column(matrix: Weight, *, is_wide: bool = False) -> Any:
     if np.any(patterns & 0xFFFF):
         return matrix
     return ColumnWeight(jnp.asarray(np.swapaxes(patterns >> 16, -1, -2).astype(np.uint16)))
+
+
+def fp4_packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of `Fp4Weight.packed` for a matrix [..., N, K]."""
+    return (*shape[:-1], shape[-1] // FP4_CODES)
 
 
 def fp4_scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,6 +3,10 @@
 fp8 and fp4 values become float16, which holds them exactly; sums are float32. An fp8 block scale multiplies the
 partial sum of its block. An fp4 run scale multiplies the value in float16: exact for scales from 2**-20 to 2**9, a
 smaller one counts as zero (a run below 6e-6) and a larger one as 2**9.
+
+What limits few rows beside fp4 is the number of instructions and how much of a row is read at once. The four codes
+of a word go into four products, each with its quarter of the input columns, so nothing moves between registers:
+the matrix units take words of two bytes in the layout of the activations, which single bytes do not allow.
 """
 
 from __future__ import annotations
@@ -28,25 +32,38 @@ from dspark_jax.kernels.quantized import (
 )
 from dspark_jax.kernels.triton import dot
 
-# A nibble s e e m moved into an e4m3 byte is its value times 2**-6, subnormal 0.5 included. Four bytes at a time:
-# place them, convert two and two, multiply by the scale, which carries 2**6.
-_PLACE = {
-    "low": "shl.b32 t, $2, 4; shl.b32 u, $2, 2;",
-    "high": "mov.b32 t, $2; shr.b32 u, $2, 2;",
-}
+QUARTERS = 4
+"""Parts of the input columns beside fp4, see `quarter_columns`."""
+
+# A nibble s e e m moved into an e4m3 byte is its value times 2**-6, subnormal 0.5 included. Of two words: place
+# the low or the high nibbles of all four bytes, convert one word's two, multiply by the scale, which carries 2**6.
+# The assembler finds what the quarters have in common.
+_PLACE = ("shl.b32 t, $1, 4; shl.b32 u, $1, 2;", "mov.b32 t, $1; shr.b32 u, $1, 2;")
 _DECODE = """{{
-.reg .b32 t, u, p, q;
+.reg .b32 t, u, p;
 .reg .b16 a, b;
 {place}
 and.b32 t, t, 0x80808080;
 and.b32 u, u, 0x1c1c1c1c;
 or.b32 t, t, u;
 mov.b32 {{a, b}}, t;
-cvt.rn.f16x2.e4m3x2 p, a;
-cvt.rn.f16x2.e4m3x2 q, b;
-mul.rn.f16x2 $0, p, $3;
-mul.rn.f16x2 $1, q, $4;
+cvt.rn.f16x2.e4m3x2 p, {word};
+mul.rn.f16x2 $0, p, $2;
 }}"""
+
+# Two exponents of a word of four, as the float16 numbers 2**(exponent - 127 + 6): a half of the register each.
+_LEAST, _MOST = 106, 136
+_SCALES = f"""{{{{
+.reg .b32 t, u;
+shr.b32 t, $1, {{shift}};
+and.b32 t, t, 0x00ff00ff;
+mov.b32 u, {_LEAST * 0x10001};
+max.u16x2 t, t, u;
+sub.u32 t, t, u;
+mov.b32 u, {(_MOST - _LEAST) * 0x10001};
+min.u16x2 t, t, u;
+shl.b32 $0, t, 10;
+}}}}"""
 
 
 def weight_arrays(weight: Weight) -> tuple[jax.Array, ...]:
@@ -58,6 +75,11 @@ def weight_arrays(weight: Weight) -> tuple[jax.Array, ...]:
     return (weight,)
 
 
+def weight_bits(weight: Weight) -> int:
+    """Bits of a stored value, without its scale."""
+    return 4 if isinstance(weight, Fp4Weight) else 8 * weight_arrays(weight)[0].dtype.itemsize
+
+
 def is_reachable(stack: Weight) -> bool:
     """Whether kernels can read all of a stack where it lies."""
     return all(is_addressable(array) for array in weight_arrays(stack))
@@ -66,8 +88,8 @@ def is_reachable(stack: Weight) -> bool:
 def reachable(stack: Weight | SplitStack, layer: jax.Array | int) -> tuple[Weight, jax.Array]:
     """A stack and the index of a layer, int32 [1], as a kernel takes them.
 
-    Of a stack with more one-byte elements than offsets reach (2**31 to 2**32: three layers of Flash's w2 in fp4,
-    61 of Pro's w_o_a) the layer is cut out, which costs a copy, unless it has been split at start.
+    Of a stack with more one-byte elements than offsets reach (2**31 to 2**32: 61 layers of Pro's w_o_a) the layer
+    is cut out, which costs a copy, unless it has been split at start.
     """
     if isinstance(stack, SplitStack):
         return reachable(stack.parts[int(layer)], 0)
@@ -78,11 +100,23 @@ def reachable(stack: Weight | SplitStack, layer: jax.Array | int) -> tuple[Weigh
 
 
 def operand(x: jax.Array, weight: Weight) -> jax.Array:
-    """x [..., K] as `product` reads it beside `weight`: in its dtype, and [2, ..., K/2] beside packed fp4."""
-    if isinstance(weight, Fp4Weight):
-        halves = x.astype(jnp.float16).reshape(*x.shape[:-1], -1, 2)
-        return jnp.moveaxis(halves, -1, 0)
-    return x.astype(operand_dtype(weight))
+    """x [..., K] as `product` reads it beside `weight`: in its dtype, and in quarters [4, ..., K/4] beside fp4."""
+    x = x.astype(operand_dtype(weight))
+    if not isinstance(weight, Fp4Weight):
+        return x
+    *lead, inner = x.shape
+    # Pair of words, word, byte, nibble: see `quarter_columns`.
+    split = x.reshape(*lead, inner // 8, 2, 2, 2)
+    split = jnp.moveaxis(split, (-1, -3), (0, 1))
+    return split.reshape(QUARTERS, *lead, inner // QUARTERS)
+
+
+def quarter_columns(quarter: Any, place: Any) -> Any:
+    """Input columns at places 0..K/4 - 1 of a quarter 0..3: integers, or arrays that broadcast.
+
+    A quarter has the low (0, 1) or the high nibbles (2, 3) of the first or second word of every two, byte by byte.
+    """
+    return 8 * (place // 2) + 4 * (quarter % 2) + 2 * (place % 2) + quarter // 2
 
 
 def operand_dtype(weight: Weight) -> Any:
@@ -113,15 +147,14 @@ def product(
     """x times the rows `columns` of a stored matrix [N, K], transposed: float32 [rows, len(columns)].
 
     Args:
-      load_x: called with int32 [k], input columns, gives x [rows, k]. Beside fp4 it is called with the half (0 or
-        1) first and columns of that half.
+      load_x: called with int32 [k], input columns, gives x [rows, k]. Beside fp4 it is called with the quarter
+        first and places of that quarter.
       refs: of `weight_arrays`, stacked by the axes that `lead` indexes.
       inner: K. depth: the most input columns per iteration.
       part: (i, n) sums only the i-th of n equal parts of the input; n divides the number of iterations.
     """
     depth = power_of_two_factor(inner, depth)
-    if refs[0].dtype == jnp.uint8:
-        depth = min(depth, FP4_WORD)
+    if refs[0].dtype == jnp.int16:
         step = _fp4_step(load_x, refs, lead, columns, depth, interpret)
     elif len(refs) == 2:
         depth = min(depth, FP8_BLOCK)
@@ -166,47 +199,75 @@ def _fp8_step(load_x, refs, lead, columns, depth):
 
 def _fp4_step(load_x, refs, lead, columns, depth, interpret):
     packed, scale = refs
-    num_bytes, num_runs = depth // 2, depth // FP4_RUN
+    word_depth = min(depth, FP4_WORD)  # of the columns whose scales share a word
+    num_places, num_runs = word_depth // QUARTERS, word_depth // FP4_RUN
     if not num_runs:
         raise ValueError(f"fp4 weights need input columns in multiples of {FP4_RUN}")
     decode = _decode_plainly if interpret else _decode
-    shape = (columns.shape[0], num_runs, FP4_RUN // 2)
+
+    def word_step(i, total):
+        place = i * num_places + jnp.arange(num_places)
+        codes = _load(packed, lead, columns, place)
+        run = jnp.arange(num_runs)
+        if num_runs < 4:
+            run += i * num_runs & 3
+        word_place = (*lead, i * num_runs >> 2, columns)
+        word = plt.load(scale.at[tuple(jnp.broadcast_to(j, columns.shape) for j in word_place)])
+        factor = _run_scales(word, run, interpret)[:, :, None]
+        factor = jnp.broadcast_to(factor, (*factor.shape[:2], num_places // num_runs))
+        factor = factor.reshape(codes.shape)
+        for quarter in range(QUARTERS):
+            w = decode(codes, factor, quarter)
+            total = total + dot(load_x(quarter, place), w, transpose_b=True)
+        return total
 
     def step(i, total):
-        place = i * num_bytes + jnp.arange(num_bytes)
-        codes = _load(packed, lead, columns, place)
-        first_run = i * num_runs
-        word_place = (*lead, first_run >> 2, columns)
-        word = plt.load(scale.at[tuple(jnp.broadcast_to(j, columns.shape) for j in word_place)])
-        byte = (first_run & 3) + jnp.arange(num_runs)
-        exponent = (word[:, None] >> (8 * byte)[None]) & 0xFF
-        # 2**(exponent - 127 + 6) as the bits of a float16.
-        bits = jnp.clip(exponent - 106, 0, 30) << 10
-        factor = lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.float16)
-        factor = jnp.broadcast_to(factor[:, :, None], shape).reshape(codes.shape)
-        for half, nibble in enumerate(("low", "high")):
-            w = decode(codes, factor, nibble)
-            total = total + dot(load_x(half, place), w, transpose_b=True)
+        words = depth // word_depth
+        for word in range(words):
+            total = word_step(i * words + word, total)
         return total
 
     return step
 
 
-def _decode(codes: jax.Array, factor: jax.Array, nibble: str) -> jax.Array:
-    """float16 values of the low or high nibbles of `codes` times 2**-6 times `factor`, all of one shape."""
+def _run_scales(word: jax.Array, run: jax.Array, interpret: bool) -> jax.Array:
+    """float16 [N, n]: 2**6 times the scales of the runs int32 [n], 0..3, of int32 [N] words."""
+    if interpret:
+        exponent = (word[:, None] >> (8 * run)[None]) & 0xFF
+        bits = (jnp.clip(exponent, _LEAST, _MOST) - _LEAST) << 10
+    else:
+        even, odd = (_assembled(_SCALES.format(shift=shift), word) for shift in (0, 8))
+        bits = jnp.where((run % 2 == 0)[None], even[:, None], odd[:, None]) >> (16 * (run // 2))
+    return lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.float16)
+
+
+def _assembled(text: str, word: jax.Array) -> jax.Array:
+    (out,) = plt.elementwise_inline_asm(
+        text,
+        args=[word],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(word.shape, word.dtype)],
+    )
+    return out
+
+
+def _decode(codes: jax.Array, factor: jax.Array, quarter: int) -> jax.Array:
+    """float16 values of a quarter of the codes in int16 words times 2**-6 times `factor`, all of one shape."""
     (values,) = plt.elementwise_inline_asm(
-        _DECODE.format(place=_PLACE[nibble]),
+        _DECODE.format(place=_PLACE[quarter // 2], word="ab"[quarter % 2]),
         args=[codes, factor],
-        constraints="=r,=r,r,r,r",
-        pack=4,
+        constraints="=r,r,r",
+        pack=2,
         result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.float16)],
     )
     return values
 
 
-def _decode_plainly(codes: jax.Array, factor: jax.Array, nibble: str) -> jax.Array:
+def _decode_plainly(codes: jax.Array, factor: jax.Array, quarter: int) -> jax.Array:
     """`_decode` without assembly, for interpreted runs."""
-    code = codes.astype(jnp.int32) >> (4 if nibble == "high" else 0)
+    word = codes.astype(jnp.int32).reshape(codes.shape[0], -1, 2)[:, :, quarter % 2, None]
+    code = (word >> (8 * jnp.arange(2) + 4 * (quarter // 2))).reshape(codes.shape)
     bits = (code & 8) << 12 | (code & 7) << 9  # value * 2**-14 as the bits of a float16
     value = lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.float16)
     return value * jnp.float16(2**8) * factor

@@ -70,7 +70,7 @@ def test_every_code_but_nan_occurs():
     target, _ = dummy_params(tiny_config(), keep_quantized=True)
     codes = np.asarray(target.blocks.w_q_b.weight).view(np.uint8)
     assert set(range(256)) - set(codes.reshape(-1).tolist()) == {0x7F, 0xFF}
-    packed = np.asarray(target.blocks.w_gate_up.packed)
+    packed = np.asarray(target.blocks.w_gate_up.packed).view(np.uint8)
     assert len(np.unique(packed)) == 256
     # No two matrices of a stack, and no two stacks, are alike.
     flat = packed.reshape(packed.shape[0] * packed.shape[1], -1)

@@ -146,7 +146,7 @@ def test_all_three_fp4_readers_agree() -> None:
     packed, exponents = encode_fp4(wide((6, 96), fresh_seed()))
     ours = decode_fp4(packed, exponents)
     scale = jnp.asarray(pack_fp4_scale(exponents))
-    on_device = dequantize(Fp4Weight(jnp.asarray(packed), scale))
+    on_device = dequantize(Fp4Weight(jnp.asarray(packed.view(np.int16)), scale))
     np.testing.assert_array_equal(ours, on_device)
     scale = torch.from_numpy(exponents).view(torch.float8_e8m0fnu)
     torch_packed = torch.from_numpy(packed.view(np.int8))

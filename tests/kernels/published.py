@@ -16,7 +16,13 @@ from dspark_jax.kernels.hyper import hyper_enter, hyper_leave
 from dspark_jax.kernels.index_topk import index_topk
 from dspark_jax.kernels.linear import stacked_linear
 from dspark_jax.kernels.linear.pallas_triton import MANY_TOKENS
-from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, Weight, fp4_scale_shape
+from dspark_jax.kernels.quantized import (
+    Fp4Weight,
+    Fp8Weight,
+    Weight,
+    fp4_packed_shape,
+    fp4_scale_shape,
+)
 from dspark_jax.kernels.rows import RowFormat, empty_keys, empty_rows
 from dspark_jax.kernels.sparse_mla import sparse_mla
 
@@ -39,7 +45,7 @@ def weight(storage: str, *dims: int) -> Weight:
     *lead, rows, inner = dims
     if storage == "fp4":
         return Fp4Weight(
-            shape(jnp.uint8, *lead, rows, inner // 2), shape(jnp.int32, *fp4_scale_shape(dims))
+            shape(jnp.int16, *fp4_packed_shape(dims)), shape(jnp.int32, *fp4_scale_shape(dims))
         )
     if storage == "fp8":
         return Fp8Weight(

@@ -14,7 +14,7 @@ import pytest
 
 from dspark_jax.kernels.compress import cases as compress_cases
 from dspark_jax.kernels.compress import compress
-from dspark_jax.kernels.dispatch import Dispatch, default_dispatch
+from dspark_jax.kernels.dispatch import Backend, Dispatch, default_dispatch
 from dspark_jax.kernels.expert_mlp import cases as expert_cases
 from dspark_jax.kernels.expert_mlp import expert_mlp
 from dspark_jax.kernels.hyper import cases as hyper_cases
@@ -24,6 +24,7 @@ from dspark_jax.kernels.index_topk import index_topk
 from dspark_jax.kernels.linear import cases as linear_cases
 from dspark_jax.kernels.linear import stacked_linear
 from dspark_jax.kernels.linear.pallas_triton import MANY_TOKENS
+from dspark_jax.kernels.quantized import pack_fp4_scale
 from dspark_jax.kernels.rows import RowFormat, gather
 from dspark_jax.kernels.sparse_mla import cases as mla_cases
 from dspark_jax.kernels.sparse_mla import sparse_mla
@@ -39,8 +40,11 @@ formats = pytest.mark.parametrize(
 FLOAT32_GPU = Tolerance(1e-4, 1e-4, 1e-9)
 """Float32 throughout, with the GPU's approximate exponentials and reciprocals."""
 
-FLOAT16_OPERANDS = Tolerance(1e-2, 3e-3, 1e-6)
-"""Activations beside quantised weights are rounded to float16."""
+FLOAT16_OPERANDS = Tolerance(1.5e-2, 3e-3, 1e-6)
+"""Activations beside quantised weights are rounded to float16.
+
+At Pro size that is 0.002, and 0.011 for the worst of seven million values.
+"""
 
 MIXING_WEIGHTS = Tolerance(2e-4, 2e-4, 1e-7)
 """Sums of 16384 or 28672 products that are exact to 16 bits."""
@@ -221,6 +225,22 @@ LINEAR_CASES = [
 def test_linear(case: linear_cases.Case) -> None:
     out, expected = both(stacked_linear, linear_cases.make(case, fresh_seed(), jnp.bfloat16))
     assert_close(out, expected, BFLOAT16_OP, case.name)
+
+
+def test_scales_beyond_float16_are_clipped() -> None:
+    """As the interpreted kernel has it: scales below 2**-20 count as zero, those above 2**9 as 2**9."""
+    arguments = linear_cases.make(
+        linear_cases.Case("", 16, 128, 1024, "fp4"), fresh_seed(), jnp.float32
+    )
+    edges = np.array([0, 1, 90, 105, 106, 107, 108, 126, 135, 136, 137, 254], np.uint8)
+    exponents = np.random.default_rng(fresh_seed()).choice(edges, (2, 128, 32))
+    stack = arguments["stack"].replace(scale=jnp.asarray(pack_fp4_scale(exponents)))
+    out, expected = (
+        stacked_linear(**arguments | {"stack": stack}, dispatch=dispatch)
+        for dispatch in (default_dispatch(), Dispatch(Backend.PALLAS, interpret=True))
+    )
+    # Sums of a thousand numbers up to 10**4, which nearly cancel here and there.
+    assert_close(out, expected, Tolerance(0.5, 1e-4, 1e-8))
 
 
 # --- hyper-connections and compressor ----------------------------------------------------------

@@ -35,12 +35,15 @@ def test_against_reference(case: Case) -> None:
     assert_close(out, expected, FLOAT32_OP if plain else ROUNDED, case.name)
 
 
+@pytest.mark.parametrize(
+    ("storage", "depth"), [("plain", 64), ("fp8", 64), *(("fp4", d) for d in (32, 64, 128, 256))]
+)
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("storage", ["plain", "fp8", "fp4"])
-def test_parts_of_the_sum(storage: str, splits: int) -> None:
-    case = Case("", 18, 32, 512, storage)
+def test_parts_of_the_sum(storage: str, depth: int, splits: int) -> None:
+    """Beside fp4 a part begins within a word of scales or holds several."""
+    case = Case("", 18, 32, 1024, storage)
     arguments = make(case, fresh_seed(), jnp.float32 if storage == "plain" else jnp.bfloat16)
-    tile = Tile(rows=16, columns=16, depth=64, splits=splits, warps=4, stages=1)
+    tile = Tile(rows=16, columns=16, depth=depth, splits=splits, warps=4, stages=1)
     out = stacked_linear_pallas(**arguments, dispatch=INTERPRETED, tile=tile)
     expected = stacked_linear(**arguments, dispatch=Dispatch())
     assert_close(out, expected, FLOAT32_OP if storage == "plain" else ROUNDED)

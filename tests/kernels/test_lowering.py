@@ -9,6 +9,7 @@ import pytest
 
 from dspark_jax.kernels.dispatch import Backend, Dispatch
 from dspark_jax.kernels.expert_mlp import expert_mlp
+from dspark_jax.kernels.linear import stacked_linear
 from tests.kernels.cuda import lower_for_cuda, num_kernels
 from tests.kernels.published import floats, halves, ints, problems, weight
 
@@ -42,11 +43,24 @@ def lower_experts(storage: str, layers: int) -> str:
 
 
 def test_a_layer_is_cut_from_a_one_byte_stack_beyond_the_offsets() -> None:
-    """Three layers of w2 in fp4 are 3 * 2**30 bytes, of w1 and w3 6 * 2**30."""
+    """100 layers of Flash's w_o_a are 100 * 2**25 bytes, 140 of them more than 2**32."""
+    for layers, is_cut in ((60, False), (100, True), (140, False)):
+        text = lower_for_cuda(
+            lambda x, stack: stacked_linear(
+                x, stack, layer=jnp.int32(0), dispatch=Dispatch(Backend.PALLAS)
+            ),
+            halves(8, 8, 4096),
+            weight("fp8", layers, 8192, 4096),
+        )
+        assert num_kernels(text) == 1
+        assert ("-> tensor<1x8192x4096xf8E4M3FN>" in text) == is_cut
+
+
+def test_packed_experts_are_read_where_they_lie() -> None:
+    """Three layers of w2 are 3 * 2**30 bytes, of w1 and w3 6 * 2**30: words of two bytes are always reached."""
     text = lower_experts("fp4", 3)
     assert num_kernels(text) == 4
-    assert "-> tensor<1x256x4096x1024xui8>" in text
-    assert "-> tensor<1x256x4096x2048xui8>" not in text
+    assert "tensor<1x256x4096x" not in text
 
 
 def test_one_byte_layer_beyond_the_offsets_is_refused() -> None:

@@ -15,6 +15,7 @@ from dspark_jax.kernels.quantized import (
     Fp4Weight,
     Fp8Weight,
     Weight,
+    fp4_packed_shape,
     pack_fp4_scale,
 )
 
@@ -92,7 +93,8 @@ def random_weight(key: jax.Array, shape: tuple[int, ...], storage: str, dtype: A
         exponents = jax.random.randint(scale_key, blocks, middle - 1, middle + 2, jnp.int32)
         return Fp8Weight(codes, exponents.astype(jnp.uint8))
     if storage == "fp4":
-        packed = jax.random.bits(codes_key, (*shape[:-1], inner // 2), jnp.uint8)
+        bits = jax.random.bits(codes_key, fp4_packed_shape(shape), jnp.uint16)
+        packed = jax.lax.bitcast_convert_type(bits, jnp.int16)
         runs = (*shape[:-1], inner // FP4_RUN)
         exponents = jax.random.randint(scale_key, runs, middle - 3, middle + 1, jnp.int32)
         return Fp4Weight(packed, pack_fp4_scale(exponents.astype(jnp.uint8)))

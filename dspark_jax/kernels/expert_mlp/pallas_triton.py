@@ -4,8 +4,8 @@ The first computes gate and up columns side by side and applies the clamped SwiG
 writes one row per assignment, and the k rows of a token are summed in a fixed order, so the result does not depend
 on scheduling. Column blocks run on the fastest grid axis: programs of a tile share its rows.
 
-Quantised weights become float16 with float32 sums. A byte of packed fp4 holds an even and an odd column, so
-activations are split into those two halves once and the weights need no shuffle.
+Quantised weights become float16 with float32 sums. A word of packed fp4 holds four columns, so activations are
+split into quarters once and the weights need no shuffle.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from jax.experimental import pallas as pl
 
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.expert_mlp.plan import make_plan
-from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, Weight
+from dspark_jax.kernels.quantized import Fp4Weight, Weight
 from dspark_jax.kernels.triton import gather, scatter, triton_call
 from dspark_jax.kernels.weight_tile import (
+    QUARTERS,
     operand,
     operand_dtype,
     power_of_two_factor,
     product,
+    quarter_columns,
     reachable,
     weight_arrays,
+    weight_bits,
 )
 
 
@@ -44,22 +47,20 @@ class Tile:
     stages: int
 
 
-def default_tile(*, assignments: int, experts: int, plain: bool, capability: int) -> Tile:
-    """Tile for `assignments` over `experts` experts; `plain` weights are two bytes wide or more.
+def default_tile(*, assignments: int, experts: int, bits: int, capability: int) -> Tile:
+    """Tile for `assignments` over `experts` experts and weights of so many bits.
 
-    Measured on H200: up to about 12 rows per expert reading weights is all that counts; from 24 the matrix units
-    do. SM100 and SM103 start from the same sizes.
+    Measured on H200: up to about 12 rows per expert reading weights is all that counts, and memory gives its full
+    rate only where 128 bytes of a row are read at once; from 24 the matrix units count. SM100 and SM103 start from
+    the same sizes.
     """
     del capability
     few = assignments <= 12 * experts
     rows = 16 if few else 32 if assignments <= 24 * experts else 64
-    return Tile(
-        rows=rows,
-        columns=128,
-        depth=64 if plain else 128,
-        warps=4,
-        stages=4 if few else 3,
-    )
+    if bits == 4 and few:
+        return Tile(rows, columns=128, depth=256, warps=4, stages=2)
+    depth = 128 if bits <= 8 else 64
+    return Tile(rows, columns=128, depth=depth, warps=4, stages=4 if few else 3)
 
 
 def expert_mlp_pallas(
@@ -78,19 +79,21 @@ def expert_mlp_pallas(
     tokens, k = expert_ids.shape
     experts, width = w_gate_up.shape[1], w_gate_up.shape[2] // 2
     model = x.shape[1]
+    w_gate_up, up_layer = reachable(w_gate_up, layer)
+    w_down, down_layer = reachable(w_down, layer)
     tile = tile or default_tile(
         assignments=tokens * k,
         experts=experts,
-        plain=not isinstance(w_gate_up, Fp4Weight | Fp8Weight),
+        bits=weight_bits(w_gate_up),
         capability=dispatch.capability,
     )
     plan = make_plan(expert_ids, experts=experts, rows=tile.rows, dispatch=dispatch)
     tiles = plan.counts.shape[0]
-    w_gate_up, up_layer = reachable(w_gate_up, layer)
-    w_down, down_layer = reachable(w_down, layer)
     half = power_of_two_factor(width, tile.columns // 2)
-    halved = isinstance(w_down, Fp4Weight)
-    hidden_shape = (2, tokens * k, width // 2) if halved else (tokens * k, width)
+    quartered = isinstance(w_down, Fp4Weight)
+    hidden_shape = (tokens * k, width)
+    if quartered:
+        hidden_shape = (QUARTERS, tokens * k, width // QUARTERS)
     hidden = triton_call(
         partial(
             _gate_up,
@@ -98,7 +101,7 @@ def expert_mlp_pallas(
             half=half,
             k=k,
             limit=limit,
-            halved=halved,
+            quartered=quartered,
             interpret=dispatch.interpret,
         ),
         *plan,
@@ -145,18 +148,18 @@ def _gate_up(
     half: int,
     k: int,
     limit: float,
-    halved: bool,
+    quartered: bool,
     interpret: bool,
 ) -> None:
     """Body: `half` gate and as many up columns of one tile.
 
-    Plan refs; layer [1]; x [T, M] or [2, T, M/2]; route [A]; w_gate_up [L, E, 2F, M]; out hidden [A, F] or
-    [2, A, F/2] at sorted places.
+    Plan refs; layer [1]; x [T, M] or quarters [4, T, M/4]; route [A]; w_gate_up [L, E, 2F, M]; out hidden [A, F]
+    or quarters [4, A, F/4] at sorted places.
     """
     *weight, hidden = refs
     block, number = pl.program_id(0), pl.program_id(1)
     count = counts[number]
-    width = hidden.shape[-1] * (2 if halved else 1)
+    width = hidden.shape[-1] * (QUARTERS if quartered else 1)
 
     @pl.when(count > 0)
     def _():
@@ -166,11 +169,11 @@ def _gate_up(
         assignment = gather(order, place, mask=valid)
         token = assignment // k
 
-        # Columns of a block in the order in which they are stored: evens before odds if hidden is halved.
+        # Columns of a block in the order in which they are stored: quarter by quarter if hidden is so.
         j = jnp.arange(2 * half)
         within = j % half
-        if halved:
-            within = within % (half // 2) * 2 + within // (half // 2)
+        if quartered:
+            within = quarter_columns(within // (half // QUARTERS), within % (half // QUARTERS))
         column = block * half + within + jnp.where(j < half, 0, width)
 
         def load_x(*index):
@@ -183,7 +186,7 @@ def _gate_up(
             (layer[0], tile_experts[number]),
             column,
             rows=tile.rows,
-            inner=x.shape[-1] * (2 if len(x.shape) == 3 else 1),
+            inner=x.shape[-1] * (QUARTERS if len(x.shape) == 3 else 1),
             depth=tile.depth,
             interpret=interpret,
         )
@@ -193,10 +196,10 @@ def _gate_up(
         weight_of = gather(route, assignment, mask=valid)
         value = gate / (1 + jnp.exp(-gate)) * up * weight_of[:, None]
         out = jnp.arange(half)
-        if halved:
-            target = (block * (half // 2) + out % (half // 2))[None]
-            side = (out // (half // 2))[None]
-            scatter(hidden, side, place[:, None], target, value=value, mask=valid[:, None])
+        if quartered:
+            size = half // QUARTERS
+            quarter, target = (out // size)[None], (block * size + out % size)[None]
+            scatter(hidden, quarter, place[:, None], target, value=value, mask=valid[:, None])
         else:
             target = (block * half + out)[None]
             scatter(hidden, place[:, None], target, value=value, mask=valid[:, None])
@@ -240,7 +243,7 @@ def _down(
             (layer[0], tile_experts[number]),
             column,
             rows=tile.rows,
-            inner=hidden.shape[-1] * (2 if len(hidden.shape) == 3 else 1),
+            inner=hidden.shape[-1] * (QUARTERS if len(hidden.shape) == 3 else 1),
             depth=tile.depth,
             interpret=interpret,
         )

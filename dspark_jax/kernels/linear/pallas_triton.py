@@ -21,6 +21,7 @@ from dspark_jax.kernels.linear.reference import stacked_linear_reference
 from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, Weight
 from dspark_jax.kernels.triton import gather, multiprocessors, row_block, scatter, triton_call
 from dspark_jax.kernels.weight_tile import (
+    QUARTERS,
     operand,
     power_of_two_factor,
     product,
@@ -97,12 +98,12 @@ def stacked_linear_pallas(
 def _product(layer: Any, x: Any, *refs: Any, tile: Tile, columns: int, interpret: bool) -> None:
     """Body: `columns` rows of the matrix, one block of tokens, one part of the input.
 
-    layer [1]; x [T, G, K] or [2, T, G, K/2]; matrix [L, G*N, K]; out [splits, T, G*N].
+    layer [1]; x [T, G, K] or quarters [4, T, G, K/4]; matrix [L, G*N, K]; out [splits, T, G*N].
     """
     *weight, out = refs
     block, split = pl.program_id(0), pl.program_id(2)
     tokens, groups = x.shape[-3:-1]
-    inner = x.shape[-1] * (2 if len(x.shape) == 4 else 1)
+    inner = x.shape[-1] * (QUARTERS if len(x.shape) == 4 else 1)
     token = pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
     is_token = token < tokens
     column = block * columns + jnp.arange(columns)
