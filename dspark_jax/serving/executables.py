@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from dspark_jax.config import ModelConfig
@@ -17,6 +18,7 @@ from dspark_jax.decode.draft_step import DraftOptions, draft_step
 from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.options import StepOptions
 from dspark_jax.decode.packing import PackedPlan, PackedRows
+from dspark_jax.decode.rings import Rings, copy_rings, init_snapshots, rings_of
 from dspark_jax.decode.row_layout import NUM_FLOATS, NUM_INTS
 from dspark_jax.decode.score import Scored, score, scored_tree
 from dspark_jax.decode.settle import DeviceLogprobs, DeviceOutputs, settle
@@ -72,6 +74,7 @@ class Executables:
         dispatch: Dispatch,
         efforts: tuple[Effort, ...],
         store: ProgramStore,
+        num_snapshots: int = 0,
     ) -> None:
         """
         Args:
@@ -85,6 +88,7 @@ class Executables:
             dispatch: implementation of the kernels.
             efforts: to tell apart, the greatest last; if it is the only one, a half is one program.
             store: where programs are kept between starts.
+            num_snapshots: places for copies of a slot's rings.
         """
         self._cfg = cfg
         self._token_buckets = tuple(token_buckets)
@@ -96,10 +100,12 @@ class Executables:
         self._dispatch = dispatch
         self._store = store
         self.efforts = efforts
+        self.num_snapshots = num_snapshots
         self._steps: dict[int, Program] = {}
         self._score: dict[int, Program] = {}
         self._settle: dict[tuple[int, Effort], Program] = {}
         self._draft: dict[tuple[int, Effort], Program] = {}
+        self._copies: dict[str, Program] = {}
 
     @property
     def draft_len(self) -> int:
@@ -133,6 +139,14 @@ class Executables:
         proposals, confidences = run(leaves.draft, state.proposals, _without_proposals(state), rows)
         return state.replace(proposals=proposals), confidences
 
+    def save(self, snapshots: Rings, rings: Rings, *, slot: int, place: int) -> Rings:
+        """`snapshots`, which are taken over, with the rings of `slot` at `place`."""
+        return self._copies["save"](snapshots, rings, np.int32(place), np.int32(slot))
+
+    def restore(self, rings: Rings, snapshots: Rings, *, slot: int, place: int) -> Rings:
+        """`rings`, which are taken over, with what `snapshots` hold at `place` in `slot`."""
+        return self._copies["restore"](rings, snapshots, np.int32(slot), np.int32(place))
+
     def compile(
         self,
         params: ModelParams,
@@ -149,6 +163,8 @@ class Executables:
         verify = self._compile_whole if len(self.efforts) == 1 else self._compile_parts
         jobs = [(verify, size) for size in self._token_buckets]
         jobs += [(self._compile_draft, size) for size in self.row_buckets]
+        if self.num_snapshots:
+            jobs += [(self._compile_copy, self.num_snapshots)]
         jobs.sort(key=lambda job: -job[1])
         jobs = jobs[share[0] :: share[1]]
 
@@ -273,6 +289,16 @@ class Executables:
                     partial(lower, effort),
                 )
 
+    def _compile_copy(self, count: int, params: ModelParams, state: DecodeState) -> None:
+        rings = rings_of(state)
+        snapshots = jax.eval_shape(partial(init_snapshots, count=count), state)
+        number = _abstract_array((), jnp.int32)
+        for name, into, source in (("save", snapshots, rings), ("restore", rings, snapshots)):
+            arguments = (into, source, number, number)
+            self._copies[name] = self._load_or_compile(
+                "copy rings", arguments, into, partial(_lower_copy, arguments)
+            )
+
     def _load_or_compile(
         self,
         name: str,
@@ -284,6 +310,10 @@ class Executables:
         return self._store.load_or_compile(
             f"{self._cfg}\n{name}\n{options}", arguments, results, lambda: lower().compile(options)
         )
+
+
+def _lower_copy(arguments: tuple[Any, ...]) -> jax.stages.Lowered:
+    return jax.jit(copy_rings, donate_argnums=0).lower(*arguments)
 
 
 def step_leaves(params: ModelParams) -> StepLeaves:

@@ -24,7 +24,7 @@ class Executor(Protocol):
     """Owner of the device state. Steps run in the order of dispatch, each on the state the last one left.
 
     The engine relies on that order: a slot or a page given up by one request may be given to another in the
-    next dispatched step, even while a step that still writes to it is in flight.
+    next dispatched step, even while a step that still writes to it is in flight. Copies of rings keep to it too.
     """
 
     @property
@@ -49,6 +49,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def num_snapshots(self) -> int:
+        """Places for copies of a slot's rings, 0 without prefix caching."""
+        ...
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt and output; the page table has a column for each page of it."""
         ...
@@ -68,4 +73,12 @@ class Executor(Protocol):
 
     def dispatch(self, plan: StepPlan) -> PendingStep:
         """Start a step and return at once."""
+        ...
+
+    def save_snapshot(self, slot: int, place: int) -> None:
+        """Copy the rings of a slot, as the last dispatched step leaves them, to a place; returns at once."""
+        ...
+
+    def restore_snapshot(self, slot: int, place: int) -> None:
+        """Let the next step find in a slot the rings that were saved at a place; returns at once."""
         ...
