@@ -1,7 +1,7 @@
 """An executor without a device: the semantics of `decode/plan.py` over the hash model, strict about every plan.
 
-The context of a request exists only in the cache pages, so that a page overwritten, lost or read out of order changes
-the tokens that follow.
+The context of a request exists only in the cache pages, so that a page overwritten, lost or read out of order
+changes the tokens that follow.
 """
 
 from __future__ import annotations
