@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from dspark_jax.decode.state import DecodeState, init_state
 from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import PageGeometry, page_tokens
 from tests.checkpoint.tiny import assert_same, tiny_config
+from tests.kernels.flash import FLASH, released
 from tests.quick_jit import quick_jit
 from tests.seeds import fresh_seed
 
@@ -66,6 +68,31 @@ def test_a_slot_gets_what_another_had_when_it_was_saved(
         assert_same(slot_of(rings_of(restored), slot), slot_of(rings_of(later), slot))
     # What is not per slot, or is made anew, is left alone.
     assert_same(with_rings(restored, rings_of(later)), later)
+
+
+@pytest.mark.parametrize("row_format", RowFormat, ids=lambda kind: kind.value)
+def test_copying_writes_in_place_at_the_size_of_a_released_model(row_format: RowFormat) -> None:
+    cfg = released(FLASH)
+    state = jax.eval_shape(
+        lambda: init_state(
+            cfg,
+            slots=64,
+            geometry=PageGeometry(page_tokens(cfg), 64, 1),
+            with_drafter=True,
+            dtype=jnp.bfloat16,
+            row_format=row_format,
+        )
+    )
+    rings = rings_of(state)
+    snapshots = jax.eval_shape(partial(init_snapshots, count=32), state)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    for into, source in ((snapshots, rings), (rings, snapshots)):
+        program = jax.jit(copy_rings, donate_argnums=0).lower(into, source, number, number)
+        memory = program.compile().memory_analysis()
+        assert memory.temp_size_in_bytes == 0
+        assert memory.alias_size_in_bytes == sum(
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(into)
+        )
 
 
 def test_all_that_lies_in_slots_is_copied_but_open_heavy_windows() -> None:

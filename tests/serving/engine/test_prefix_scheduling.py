@@ -83,9 +83,7 @@ def test_a_chunk_that_the_step_ends_before_the_cut_goes_on_to_it() -> None:
     assert run(scheduler, range(2, 21)) == [(0, 6), (6, 6), (12, 4), (16, 3)]
 
 
-def test_the_second_prompt_with_a_shared_beginning_saves_where_it_parts_and_the_third_starts_there() -> (
-    None
-):
+def test_the_second_of_a_kind_saves_where_it_parts_and_the_third_starts_there() -> None:
     scheduler = make_caching()
     shared = list(range(2, 12))  # two pages and a half
     assert run(scheduler, [*shared, *range(20, 28)]) == [(0, 16), (16, 2)]
