@@ -151,7 +151,8 @@ class ServeConfig:
     num_pages: int | None = None
     """Cache pages; default: what fits. Also --num-gpu-blocks-override."""
     enable_prefix_caching: bool = True
-    """Keep cache pages of finished requests, and start behind those that a prompt shares with an earlier one."""
+    """Keep cache pages of finished requests, and start behind those that a prompt shares with an earlier one.
+    Prompts with prompt_logprobs are fed in full."""
     num_prefix_snapshots: int = 32
     """Prefixes that prompts can start behind; each takes memory for the part of a cache that is in no page. 0 does
     as --no-enable-prefix-caching."""

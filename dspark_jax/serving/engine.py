@@ -194,7 +194,7 @@ class Engine:
         self._policy.on_admit(sequence.slot, first_serial=self._num_steps)
         if self._executor.num_snapshots and sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_fed
-            if not sequence.must_feed_all:
+            if not sequence.wants_prompt_logprobs:
                 self._metrics.on_prefix_lookup(len(sequence.prompt), num_hits=sequence.num_fed)
 
     def shutdown(self, drain: bool = True) -> None:
@@ -296,11 +296,11 @@ class Engine:
             # The device is ahead of the host: no wait will come, but a launch leaves the interpreter alone too.
             self._unread |= self._mailbox.deliver()
         planned = time.perf_counter()
-        for move in schedule.restores:
-            self._executor.restore_snapshot(*move)
+        for sequence, place in schedule.restores:
+            self._restore(sequence, place)
         pending = self._executor.dispatch(plan)
-        for move in self._scheduler.on_dispatch(schedule):
-            self._executor.save_snapshot(*move)
+        for sequence, place in self._scheduler.on_dispatch(schedule):
+            self._executor.save_snapshot(sequence.slot, place)
         launch_s = time.perf_counter() - planned
         number = self._num_steps
         self._num_steps += 1
@@ -317,6 +317,12 @@ class Engine:
             planning_s=now - started,
             launch_s=launch_s,
         )
+
+    def _restore(self, sequence: Sequence, place: int) -> None:
+        self._executor.restore_snapshot(sequence.slot, place)
+        if sequence.request.sampling.has_penalty:
+            counts = sequence.skipped_counts(self._model_config.vocab_size)
+            self._executor.set_counts(sequence.slot, *counts)
 
     def _land(self, step: StepInFlight) -> None:
         is_awaited = not step.pending.is_ready()

@@ -22,7 +22,7 @@ from dspark_jax.decode.rings import Rings, copy_rings, init_snapshots, rings_of
 from dspark_jax.decode.row_layout import NUM_FLOATS, NUM_INTS
 from dspark_jax.decode.score import Scored, score, scored_tree
 from dspark_jax.decode.settle import DeviceLogprobs, DeviceOutputs, settle
-from dspark_jax.decode.state import DecodeState, Proposals
+from dspark_jax.decode.state import DecodeState, Proposals, TokenCounts, set_counts
 from dspark_jax.decode.step import ModelParams, verify_step
 from dspark_jax.decode.verify import Method
 from dspark_jax.draft.params import DraftParams, context_params
@@ -106,6 +106,7 @@ class Executables:
         self._settle: dict[tuple[int, Effort], Program] = {}
         self._draft: dict[tuple[int, Effort], Program] = {}
         self._copies: dict[str, Program] = {}
+        self._set_counts: Program
 
     @property
     def draft_len(self) -> int:
@@ -147,6 +148,12 @@ class Executables:
         """`rings`, which are taken over, with what `snapshots` hold at `place` in `slot`."""
         return self._copies["restore"](rings, snapshots, np.int32(slot), np.int32(place))
 
+    def set_counts(
+        self, counts: TokenCounts, slot: int, output: np.ndarray, prompt: np.ndarray
+    ) -> TokenCounts:
+        """`counts`, which are taken over, with those of one slot replaced."""
+        return self._set_counts(counts, np.int32(slot), output, prompt)
+
     def compile(
         self,
         params: ModelParams,
@@ -164,7 +171,7 @@ class Executables:
         jobs = [(verify, size) for size in self._token_buckets]
         jobs += [(self._compile_draft, size) for size in self.row_buckets]
         if self.num_snapshots:
-            jobs += [(self._compile_copy, self.num_snapshots)]
+            jobs += [(self._compile_resumption, self.num_snapshots)]
         jobs.sort(key=lambda job: -job[1])
         jobs = jobs[share[0] :: share[1]]
 
@@ -289,15 +296,20 @@ class Executables:
                     partial(lower, effort),
                 )
 
-    def _compile_copy(self, count: int, params: ModelParams, state: DecodeState) -> None:
+    def _compile_resumption(self, count: int, params: ModelParams, state: DecodeState) -> None:
+        number = _abstract_array((), jnp.int32)
+
+        def build(function: Callable[..., Any], *arguments: Any) -> Program:
+            lower = lambda: jax.jit(function, donate_argnums=0).lower(*arguments)
+            return self._load_or_compile(function.__name__, arguments, arguments[0], lower)
+
         rings = rings_of(state)
         snapshots = jax.eval_shape(partial(init_snapshots, count=count), state)
-        number = _abstract_array((), jnp.int32)
-        for name, into, source in (("save", snapshots, rings), ("restore", rings, snapshots)):
-            arguments = (into, source, number, number)
-            self._copies[name] = self._load_or_compile(
-                "copy rings", arguments, into, partial(_lower_copy, arguments)
-            )
+        self._copies["save"] = build(copy_rings, snapshots, rings, number, number)
+        self._copies["restore"] = build(copy_rings, rings, snapshots, number, number)
+        size = (self._cfg.vocab_size,)
+        output, prompt = _abstract_array(size, jnp.int32), _abstract_array(size, jnp.bool_)
+        self._set_counts = build(set_counts, state.counts, number, output, prompt)
 
     def _load_or_compile(
         self,
@@ -310,10 +322,6 @@ class Executables:
         return self._store.load_or_compile(
             f"{self._cfg}\n{name}\n{options}", arguments, results, lambda: lower().compile(options)
         )
-
-
-def _lower_copy(arguments: tuple[Any, ...]) -> jax.stages.Lowered:
-    return jax.jit(copy_rings, donate_argnums=0).lower(*arguments)
 
 
 def step_leaves(params: ModelParams) -> StepLeaves:

@@ -242,6 +242,11 @@ class Executor:
         )
         self.state = with_rings(self.state, rings)
 
+    def set_counts(self, slot: int, output: np.ndarray, prompt: np.ndarray) -> None:
+        """Let the next step find in a slot what penalties look at, see `TokenCounts`: int32 [V] and bool [V]."""
+        counts = self._executables.set_counts(self.state.counts, slot, output, prompt)
+        self.state = self.state.replace(counts=counts)
+
     def _draft(self, packed: PackedRows, num_rows: int, effort: Effort) -> tuple[jax.Array, ...]:
         """Draft for the first `num_rows` rows, as many in one call as a program holds; their confidences."""
         buckets, confidences = self._executables.row_buckets, []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from dspark_jax.budget import CostTable
 from dspark_jax.decode.plan import StepOutputs, StepPlan
 
@@ -81,4 +83,8 @@ class Executor(Protocol):
 
     def restore_snapshot(self, slot: int, place: int) -> None:
         """Let the next step find in a slot the rings that were saved at a place; returns at once."""
+        ...
+
+    def set_counts(self, slot: int, output: np.ndarray, prompt: np.ndarray) -> None:
+        """Let the next step find in a slot what penalties look at, see `TokenCounts`: int32 [V] and bool [V]."""
         ...

@@ -30,9 +30,9 @@ class ScheduledRow:
 
 
 class SnapshotMove(NamedTuple):
-    """The rings of a slot are copied to, or from, a place among the snapshots."""
+    """The rings of a sequence are copied to, or from, a place among the snapshots."""
 
-    slot: int
+    sequence: Sequence
     place: int
 
 
@@ -40,7 +40,7 @@ class SnapshotMove(NamedTuple):
 class Schedule:
     """The rows of a step. Its tokens and `max_budget` drafts fit `max_num_batched_tokens` together.
 
-    Before the step `restores` fill the rings of slots whose requests start behind cached pages.
+    Before the step `restores` fill the rings of sequences that start behind cached pages.
     """
 
     rows: list[ScheduledRow]
@@ -178,7 +178,7 @@ class Scheduler:
             if end in sequence.cuts:
                 place = self.pages.new_place(sequence.digests[end // self.pages.page_size - 1])
                 if place is not None:
-                    saves.append(SnapshotMove(sequence.slot, place))
+                    saves.append(SnapshotMove(sequence, place))
         return saves
 
     def forget_prefixes(self) -> None:
@@ -310,7 +310,7 @@ class Scheduler:
             if cached:
                 self._add_pages(sequence, self.pages.hold(cached))
                 place = self.pages.place_of(cached[-1])
-                schedule.restores.append(SnapshotMove(sequence.slot, place))
+                schedule.restores.append(SnapshotMove(sequence, place))
             self._give_pages(sequence, num_new)
             self._on_admit(sequence)
             self._place_prompts(schedule, [sequence])
@@ -330,5 +330,4 @@ class Scheduler:
         most = (sequence.num_known - 1) // size
         found = self.pages.find(sequence.digests[:most])
         cuts = {size * end for end in (found.num_pages, most) if end > found.num_resumable}
-        num_skipped = 0 if sequence.must_feed_all else found.num_resumable
-        return sequence.digests[:num_skipped], frozenset(cuts)
+        return sequence.digests[: found.num_resumable], frozenset(cuts)

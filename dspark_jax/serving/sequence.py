@@ -110,11 +110,6 @@ class Sequence:
         return self.num_fed - 1 if self.wants_prompt_logprobs and self.num_fed else self.num_fed
 
     @property
-    def num_unfed(self) -> int:
-        """Tokens of `feed` from `next_start` on."""
-        return len(self.feed) - self.next_start
-
-    @property
     def num_until_cut(self) -> int:
         """Tokens of `feed` from `next_start` on that one row may feed."""
         ends = [cut for cut in self.cuts if cut > self.num_fed]
@@ -134,16 +129,20 @@ class Sequence:
         """True until the prompt has been scored: they went out with the first output."""
         return self.prompt_logprobs is not None and not self.output
 
-    @property
-    def must_feed_all(self) -> bool:
-        """True if no known token may be skipped: each is scored, or counted for penalties."""
-        return self.wants_prompt_logprobs or self.request.sampling.has_penalty
-
     def known_ids(self) -> np.ndarray:
         """The known tokens, int32 [num_known]."""
         if not self.output:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
+
+    def skipped_counts(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the tokens before the first one to feed: occurrences in the output, int32 [V], and presence in the
+        prompt, bool [V].
+        """
+        skipped, num_prompt = self.feed[: self.num_fed], len(self.prompt)
+        output = np.bincount(skipped[num_prompt:], minlength=vocab_size)
+        prompt = np.bincount(skipped[:num_prompt], minlength=vocab_size)
+        return output.astype(np.int32), prompt > 0
 
     def admit(self, slot: int, *, num_cached: int = 0, cuts: frozenset[int] = frozenset()) -> None:
         """Move into a slot. A sequence that was pre-empted starts again from its prompt and its output.

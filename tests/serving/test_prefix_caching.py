@@ -29,6 +29,7 @@ from dspark_jax.serving.policy import (
     VerificationPolicy,
 )
 from dspark_jax.serving.request import Request, SpeculationStats
+from dspark_jax.serving.scheduler import Schedule
 from dspark_jax.serving.tokenizer import TextTokenizer
 from tests.serving.clients import openai_client
 from tests.serving.engine.harness import Outcome, collect, make_request, sample, until
@@ -226,13 +227,10 @@ async def test_a_place_for_a_snapshot_is_used_again(executor: Executor, text: li
     assert [cached_tokens(outcome) for outcome in outcomes] == [0, 0, 0, PAGE, 0]
 
 
-@pytest.mark.parametrize(
-    "field", [{"prompt_logprobs": 1}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3}]
-)
-async def test_what_needs_every_token_fed_is_right_beside_cached_pages(
-    executor: Executor, text: list[int], field: dict[str, Any]
+async def test_a_scored_prompt_is_right_beside_cached_pages(
+    executor: Executor, text: list[int]
 ) -> None:
-    request = ask("r", text[:150], **field)
+    request = ask("r", text[:150], prompt_logprobs=1)
     async with serving(executor, num_snapshots=0) as engine:
         expected = await collect(engine, request)
     async with serving(executor) as engine:
@@ -247,6 +245,58 @@ async def test_what_needs_every_token_fed_is_right_beside_cached_pages(
         for outcome in (again, expected)
     ]
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [{"presence_penalty": 1.0}, {"frequency_penalty": 0.6}, {"repetition_penalty": 1.3}],
+    ids=lambda penalty: next(iter(penalty)),
+)
+async def test_penalties_know_the_tokens_that_were_skipped(
+    executor: Executor, text: list[int], penalty: dict[str, Any]
+) -> None:
+    """In a slot where another request has left its own counts."""
+    request = ask("r", text[:150], **penalty)
+    async with serving(executor, num_snapshots=0) as engine:
+        expected = await collect(engine, request)
+        free = await collect(engine, ask("free", text[:150]))
+    async with serving(executor) as engine:
+        await collect(engine, ask("before", text[300:400], **penalty))
+        cold = await collect(engine, request)
+        hit = await collect(engine, request)
+    assert free.tokens != expected.tokens == cold.tokens == hit.tokens
+    assert (cached_tokens(cold), cached_tokens(hit)) == (0, 2 * PAGE)
+
+
+async def test_penalties_of_a_preempted_request_know_its_output(
+    executor: Executor, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back behind pages that hold the end of its prompt and the beginning of its output."""
+    prompt = text[: PAGE - 2]
+    request = ask("r", prompt, max_tokens=120, frequency_penalty=0.3)
+    [expected] = await uncached(executor, [request])
+    counted: list[int] = []
+    set_counts = executor.set_counts
+
+    def spy(slot: int, output: np.ndarray, prompt: np.ndarray) -> None:
+        counted.append(int(output.sum()))
+        set_counts(slot, output, prompt)
+
+    async with serving(executor) as engine:
+        await collect(engine, ask("same", [*prompt, *expected[: PAGE + 10]]))
+        scheduler = engine._scheduler
+        schedule = scheduler.schedule
+
+        def preempting_once() -> Schedule:
+            if not counted and any(len(s.output) > PAGE + 10 for s in scheduler._running):
+                scheduler._preempt_youngest()
+            return schedule()
+
+        monkeypatch.setattr(executor, "set_counts", spy)
+        monkeypatch.setattr(scheduler, "schedule", preempting_once)
+        outcome = await collect(engine, request)
+    assert outcome.tokens == expected
+    assert counted == [PAGE + 2]
 
 
 async def test_the_second_of_two_chats_with_one_system_prompt_reports_its_hit(

@@ -115,6 +115,14 @@ class FakeExecutor:
         self._slots[slot] = Slot(position=len(context), has_ended=False, restored=context)
         self.num_restores += 1
 
+    def set_counts(self, slot: int, output: np.ndarray, prompt: np.ndarray) -> None:
+        """Nothing is penalised here, but what was skipped must have been counted."""
+        context = self._slots[slot].restored
+        assert context is not None
+        in_prompt = np.flatnonzero(prompt).tolist()
+        assert set(context) == {*in_prompt, *np.flatnonzero(output).tolist()}
+        assert output.sum() + len(in_prompt) <= len(context)
+
     def _check(self, plan: StepPlan) -> None:
         slots = [row.slot for row in plan.rows]
         assert plan.rows

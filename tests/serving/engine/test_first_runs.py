@@ -13,7 +13,7 @@ import pytest
 from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.packing import PackedPlan, PackedRows
 from dspark_jax.decode.rings import Rings
-from dspark_jax.decode.state import DecodeState
+from dspark_jax.decode.state import DecodeState, TokenCounts
 from dspark_jax.decode.step import ModelParams
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.serving.executor import Executor
@@ -56,6 +56,12 @@ class Programs:
         self.copied.append("restore")
         return rings
 
+    def set_counts(
+        self, counts: TokenCounts, slot: int, output: np.ndarray, prompt: np.ndarray
+    ) -> TokenCounts:
+        self.copied.append("counts")
+        return counts
+
     def _note(self, half: str, size: int, effort: Effort, rows: PackedRows) -> None:
         assert 0 < np.count_nonzero(np.asarray(rows.ints)[:, 0] >= 0) <= size
         # Where efforts are not told apart, whatever is asked for runs the one program.
@@ -92,7 +98,7 @@ def test_every_program_runs_once_at_start(
     sizes = [("verify", b) for b in buckets] + [("draft", r) for r in row_buckets]
     expected = [(*size, effort) for size in sizes for effort in efforts]
     assert sorted(programs.ran) == sorted(expected)
-    assert programs.copied == ["save", "restore"]
+    assert programs.copied == ["save", "restore", "counts"]
     for left, empty in zip(
         jax.tree.leaves(executor.state), jax.tree.leaves(executor.fresh_state()), strict=True
     ):

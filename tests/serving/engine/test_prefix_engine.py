@@ -98,15 +98,14 @@ async def test_requests_that_are_preempted_and_come_back_stream_the_same_text() 
     assert sample(metrics.registry, "vllm:prefix_cache_queries_total") == 8 * 15
 
 
-async def test_scored_and_penalised_prompts_are_fed_in_full_and_do_not_count() -> None:
+async def test_a_scored_prompt_is_fed_in_full_and_does_not_count() -> None:
     executor, metrics = make_executor(), Metrics("fake")
     async with serving(executor, metrics=metrics) as engine:
         await collect(engine, make_request("first", PROMPT))
-        for i, field in enumerate((dict(prompt_logprobs=1), dict(presence_penalty=0.5))):
-            request = make_request(f"r{i}", PROMPT, **field)
-            outcome = await collect(engine, request)
-            check_ordinary(outcome, request, executor.max_model_len)
-            assert outcome.chunks[0].num_cached_tokens == 0
+        request = make_request("scored", PROMPT, prompt_logprobs=1)
+        outcome = await collect(engine, request)
+        check_ordinary(outcome, request, executor.max_model_len)
+        assert outcome.chunks[0].num_cached_tokens == 0
     assert executor.num_restores == 0
     assert sample(metrics.registry, "vllm:prefix_cache_queries_total") == len(PROMPT)
 

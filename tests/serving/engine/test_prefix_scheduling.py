@@ -91,22 +91,22 @@ def test_the_second_of_a_kind_saves_where_it_parts_and_the_third_starts_there() 
     assert run(scheduler, [*shared, *range(40, 48)]) == [(8, 8), (16, 2)]
 
 
-def test_requests_that_need_every_token_fed_start_at_the_first() -> None:
+def test_a_scored_prompt_is_neither_cut_nor_kept_nor_started_behind_a_prefix() -> None:
     scheduler = make_caching()
     prompt = range(2, 12)
-    run(scheduler, prompt)
-    assert run(scheduler, prompt, presence_penalty=0.5) == [(0, 10)]
-    # A scored prompt is not even cut, and nothing of it is kept.
-    other = range(20, 30)
-    assert run(scheduler, other, prompt_logprobs=0) == [(0, 10)]
-    assert run(scheduler, other) == [(0, 8), (8, 2)]
-    assert run(scheduler, other, frequency_penalty=0.5) == [(0, 10)]
+    assert run(scheduler, prompt, prompt_logprobs=0) == [(0, 10)]
+    assert run(scheduler, prompt) == [(0, 8), (8, 2)]
+    assert run(scheduler, prompt, prompt_logprobs=0) == [(0, 10)]
 
 
-def test_a_prompt_with_penalties_leaves_its_pages_for_others() -> None:
-    scheduler = make_caching()
-    assert run(scheduler, range(2, 12), repetition_penalty=1.5) == [(0, 8), (8, 2)]
-    assert run(scheduler, range(2, 12)) == [(8, 2)]
+def test_what_was_skipped_is_counted_by_prompt_and_output() -> None:
+    sequence = make_sequence([5, 6, 5, 7, 8])
+    sequence.output += [6, 6, 9, 4]
+    sequence.admit(0, num_cached=8)
+    output, prompt = sequence.skipped_counts(vocab_size=12)
+    np.testing.assert_array_equal(output, np.bincount([6, 6, 9], minlength=12))
+    np.testing.assert_array_equal(np.flatnonzero(prompt), [5, 6, 7, 8])
+    assert (output.dtype, prompt.dtype) == (np.int32, bool)
 
 
 def test_rings_are_restored_before_the_first_row_and_saved_behind_the_cut() -> None:
@@ -115,10 +115,10 @@ def test_rings_are_restored_before_the_first_row_and_saved_behind_the_cut() -> N
     scheduler.add(first)
     schedule, saves, _ = dispatch(scheduler)
     assert schedule.restores == []
-    assert saves == [SnapshotMove(first.slot, 0)]
+    assert saves == [SnapshotMove(first, 0)]
     scheduler.add(second)
     schedule, saves, _ = dispatch(scheduler)
-    assert schedule.restores == [SnapshotMove(second.slot, 0)]
+    assert schedule.restores == [SnapshotMove(second, 0)]
     assert saves == []
     assert [(r.row.start, r.num_tokens) for r in schedule.rows] == [(8, 2), (8, 2)]
 
