@@ -2,6 +2,8 @@
 
 python -m benchmarks.flash_memory
 python -m benchmarks.flash_memory --layers 36      # refuse, with the numbers, if that is too many
+
+As in `benchmarks.flash_sweep`, no prefixes are cached.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
 
 Weights are random in the released storage, and drafts are accepted after a profile: see `--load-format dummy` and
 `--benchmark-synthetic-acceptance` of the server. One server serves all arms; between points its policy changes
-(`POST /benchmark/policy`), never its programs. A finished point is saved at once and skipped by the next run, so a
-sweep can be cut anywhere; `python -m benchmarks.report` makes the tables and pictures.
+(`POST /benchmark/policy`), never its programs. It caches no prefixes, because points share their prompts. A
+finished point is saved at once and skipped by the next run, so a sweep can be cut anywhere; `python -m
+benchmarks.report` makes the tables and pictures.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ class Options:
         command = [sys.executable, "-m", "dspark_jax.serving.serve", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--model", str(self.model), "--seed", str(self.seed)]
         command += ["--load-format", self.load_format, "--benchmark-policy-endpoint"]
+        command.append("--no-enable-prefix-caching")
         command += ["--speculative-config", json.dumps(speculative)]
         command += ["--compilation-config", json.dumps(sizes)]
         command += ["--compilation-cache-dir", str(self.cache_dir)]

@@ -151,11 +151,13 @@ async def serving(
 ) -> AsyncIterator[Server]:
     """A server on a free port for the length of the block, then ended with its process group.
 
+    It caches no prefixes: benchmarks send the same prompts several times, and each is to cost what a new one does.
+
     Raises `ServerError` with the end of its log when it does not come up.
     """
     port = free_port()
     command = [sys.executable, "-m", "dspark_jax.serving.serve", "--port", str(port)]
-    command += [*options.server_flags, *flags]
+    command += ["--no-enable-prefix-caching", *options.server_flags, *flags]
     if speculative_config is not None:
         command += ["--speculative-config", json.dumps(speculative_config)]
     log_path = Path(tempfile.gettempdir()) / f"dspark-benchmark-{port}.log"

@@ -31,6 +31,15 @@ class TokenCounts(struct.PyTreeNode):
     prompt: jax.Array  # [slots, V] bool, presence in the prompt
 
 
+def set_counts(
+    counts: TokenCounts, slot: jax.Array, output: jax.Array, prompt: jax.Array
+) -> TokenCounts:
+    """`counts` with int32 [V] and bool [V] in the place of what int32 scalar `slot` had."""
+    return TokenCounts(
+        output=counts.output.at[slot].set(output), prompt=counts.prompt.at[slot].set(prompt)
+    )
+
+
 class DecodeState(struct.PyTreeNode):
     """Per slot. `positions` counts the tokens that are fed and kept; the anchor stands at that position."""
 

@@ -75,6 +75,10 @@ def _json_flag(flag: str, parse: Callable[[str], Any], to_text: Callable[[Any], 
     )
 
 
+# A flag that only switches something on.
+Switch = tyro.conf.FlagCreatePairsOff[bool]
+
+
 class DeviceLimits(NamedTuple):
     """How large the steps of a server are."""
 
@@ -96,7 +100,7 @@ class ServeConfig:
         dict[str, Any] | None, _json_flag("--hf-overrides", json_object, json.dumps)
     ] = None
     """Keys of config.json to replace, for example {"num_hidden_layers": 8}."""
-    skip_tokenizer_init: bool = False
+    skip_tokenizer_init: Switch = False
     """Need no tokenizer: prompts are token ids, and replies have no text."""
     served_model_name: str = _DEFAULT_MODEL_NAME
     """Name under which clients ask for the model."""
@@ -134,7 +138,7 @@ class ServeConfig:
     profile_context_len: int | None = None
     """Synthetic context of the cost profile; default 8192, or the variable
     DSPARK_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN."""
-    no_profile_cache: bool = False
+    no_profile_cache: Switch = False
     """Measure the cost profile anew and don't store it."""
     compilation_cache_dir: Path | None = None
     """Folder for compiled programs and cost profiles; default: the user's cache folder."""
@@ -146,6 +150,12 @@ class ServeConfig:
     alike but stores bfloat16, which attention reads faster; with float32 arithmetic it is float32."""
     num_pages: int | None = None
     """Cache pages; default: what fits. Also --num-gpu-blocks-override."""
+    enable_prefix_caching: bool = True
+    """Keep cache pages of finished requests, and start behind those that a prompt shares with an earlier one.
+    Prompts with prompt_logprobs are fed in full."""
+    num_prefix_snapshots: int = 32
+    """Prefixes that prompts can start behind; each takes memory for the part of a cache that is in no page. 0 does
+    as --no-enable-prefix-caching."""
     gpu_memory_utilization: float | None = None
     """Share of the GPU's memory that this process takes; default 0.9, or the variable
     XLA_PYTHON_CLIENT_MEM_FRACTION."""
@@ -155,11 +165,11 @@ class ServeConfig:
     ] = None
     """Let "rejection_sample_method": "synthetic" accept drafts by chance, after this profile: default, or a JSON
     object of rates, request_spread, round_spread and miscalibration. The text is not the model's."""
-    benchmark_policy_endpoint: bool = False
+    benchmark_policy_endpoint: Switch = False
     """Answer POST /benchmark/policy, which changes the verification policy of a server without requests."""
-    per_request_spec_decode_metrics: bool = False
+    per_request_spec_decode_metrics: Switch = False
     """Add a field metrics.speculative_decoding to responses."""
-    disable_log_stats: bool = False
+    disable_log_stats: Switch = False
     """No periodic log line."""
 
     def __post_init__(self) -> None:
@@ -171,6 +181,10 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise FlagError(f"{_flag(name)} must be at least 1, got {value}")
+        if self.num_prefix_snapshots < 0:
+            raise FlagError(
+                f"--num-prefix-snapshots must not be negative, got {self.num_prefix_snapshots}"
+            )
         if not 0 <= self.port < 65536:
             raise FlagError(f"--port must lie in 0..65535, got {self.port}")
         if not 0 <= self.seed < 2**63:
@@ -215,6 +229,11 @@ class ServeConfig:
     def capture_sizes(self) -> tuple[int, ...] | None:
         """Step sizes listed one by one; None for a ladder."""
         return self.compilation_config and self.compilation_config.cudagraph_capture_sizes
+
+    @property
+    def num_snapshots(self) -> int:
+        """Places for snapshots of the prefix cache, 0 without one."""
+        return self.num_prefix_snapshots if self.enable_prefix_caching else 0
 
     @property
     def synthetic_profile(self) -> SyntheticProfile | None:
@@ -307,7 +326,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> ServeConfig:
     try:
         args = _without_harmless(args)
         config, unknown = tyro.cli(
-            tyro.conf.FlagCreatePairsOff[ServeConfig],
+            ServeConfig,
             prog="python -m dspark_jax.serving.serve",
             args=args,
             return_unknown_args=True,

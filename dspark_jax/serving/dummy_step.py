@@ -53,6 +53,11 @@ def run_every_program(
                 pretend(executor, context_len)
                 executor.dispatch_draft(dummy_plan(executor, rows, rows, effort))
                 bar.update()
+        if executor.num_snapshots:
+            executor.save_snapshot(slot=0, place=0)
+            executor.restore_snapshot(slot=0, place=0)
+            vocab = executor.model_config.vocab_size
+            executor.set_counts(0, np.zeros(vocab, np.int32), np.zeros(vocab, bool))
         jax.block_until_ready(executor.state)
     executor.state = executor.fresh_state()
 

@@ -18,13 +18,13 @@ from dspark_jax.serving.buckets import bucket_for
 from dspark_jax.serving.config import ServeConfig
 from dspark_jax.serving.executor_protocol import Executor
 from dspark_jax.serving.intake import Intake
-from dspark_jax.serving.metrics import Metrics, StepReport
-from dspark_jax.serving.pages import PageAllocator
+from dspark_jax.serving.metrics import Metrics
 from dspark_jax.serving.policy import VerificationPolicy, policy_from_config
+from dspark_jax.serving.prefix_cache import PrefixCache
 from dspark_jax.serving.request import FinishReason, Request, TokenChunk
 from dspark_jax.serving.scheduler import Schedule, Scheduler
 from dspark_jax.serving.sequence import Sequence, Status
-from dspark_jax.serving.step import Landing, StepInFlight, land, mark_dispatched
+from dspark_jax.serving.step import Landing, StepInFlight, land, mark_dispatched, report_step
 from dspark_jax.serving.streams import Mailbox, Stream
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class Engine:
     ) -> None:
         """Let another policy size the steps from now on; for benchmarks.
 
-        Requests without a seed draw the same ones after every change.
+        Requests without a seed draw the same ones after every change, and no prefix is cached any more.
 
         Args:
             policy: a new one.
@@ -185,10 +185,17 @@ class Engine:
             max_model_len=executor.max_model_len,
             draft_cap=policy.draft_cap,
             min_depth=policy.min_depth,
-            pages=PageAllocator(executor.num_pages, executor.page_size),
-            on_admit=lambda s: policy.on_admit(s.slot, first_serial=self._num_steps),
+            pages=PrefixCache(executor.num_pages, executor.page_size, executor.num_snapshots),
+            on_admit=self._on_admit,
             on_preempt=lambda s: self._metrics.on_preemption(),
         )
+
+    def _on_admit(self, sequence: Sequence) -> None:
+        self._policy.on_admit(sequence.slot, first_serial=self._num_steps)
+        if self._executor.num_snapshots and sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_fed
+            if not sequence.wants_prompt_logprobs:
+                self._metrics.on_prefix_lookup(len(sequence.prompt), num_hits=sequence.num_fed)
 
     def shutdown(self, drain: bool = True) -> None:
         """Refuse new requests, let running ones finish (or, without `drain`, abort them), and stop the thread.
@@ -214,13 +221,6 @@ class Engine:
             self._intake.close(sequence)
 
     def _make_sequence(self, request: Request) -> Sequence:
-        num_prompt = len(request.prompt_token_ids)
-        if not 0 < num_prompt < self.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens; it must have 1 to {self.max_model_len - 1}"
-            )
-        if request.sampling.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {request.sampling.max_tokens}")
         seed = request.sampling.seed
         sequence = Sequence(
             request,
@@ -296,7 +296,11 @@ class Engine:
             # The device is ahead of the host: no wait will come, but a launch leaves the interpreter alone too.
             self._unread |= self._mailbox.deliver()
         planned = time.perf_counter()
+        for sequence, place in schedule.restores:
+            self._restore(sequence, place)
         pending = self._executor.dispatch(plan)
+        for sequence, place in self._scheduler.on_dispatch(schedule):
+            self._executor.save_snapshot(sequence.slot, place)
         launch_s = time.perf_counter() - planned
         number = self._num_steps
         self._num_steps += 1
@@ -314,6 +318,12 @@ class Engine:
             launch_s=launch_s,
         )
 
+    def _restore(self, sequence: Sequence, place: int) -> None:
+        self._executor.restore_snapshot(sequence.slot, place)
+        if sequence.request.sampling.has_penalty:
+            counts = sequence.skipped_counts(self._model_config.vocab_size)
+            self._executor.set_counts(sequence.slot, *counts)
+
     def _land(self, step: StepInFlight) -> None:
         is_awaited = not step.pending.is_ready()
         outputs = step.pending.fetch()
@@ -325,6 +335,8 @@ class Engine:
         self._was_awaited, self._last_landed_at = is_awaited, landed_at
 
         landing = land(step, outputs)
+        if landing.num_non_finite:
+            self._scheduler.forget_prefixes()  # some of them may be what made it so
         for sequence, chunk in landing.chunks:
             self._mailbox.post(self._streams[sequence], chunk)
             if chunk.finish_reason is not None:
@@ -359,22 +371,14 @@ class Engine:
         cpu_s = time.thread_time()
         host_cpu_s, self._last_cpu_s = cpu_s - self._last_cpu_s, cpu_s
         self._metrics.on_step(
-            StepReport(
-                bucket=step.bucket,
-                budget=step.size.budget,
+            report_step(
+                step,
+                landing,
+                confidences,
                 step_ms=step_ms,
                 host_s=step.planning_s + time.perf_counter() - landed_at,
-                launch_s=step.launch_s,
                 host_cpu_s=host_cpu_s,
-                scheduled=landing.scheduled,
-                admitted=landing.admitted,
-                accepted=landing.accepted,
-                confidences=confidences,
-                predicted_ms=step.size.predicted_ms,
-                predicted_accepted=step.size.predicted_accepted,
                 is_drafter_skipped=self._policy.draft_cap > 0 and not step.size.drafts,
-                num_non_finite=landing.num_non_finite,
-                num_sanitised=step.size.num_sanitised,
             )
         )
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from dspark_jax.config import ModelConfig
@@ -17,10 +18,11 @@ from dspark_jax.decode.draft_step import DraftOptions, draft_step
 from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.options import StepOptions
 from dspark_jax.decode.packing import PackedPlan, PackedRows
+from dspark_jax.decode.rings import Rings, copy_rings, init_snapshots, rings_of
 from dspark_jax.decode.row_layout import NUM_FLOATS, NUM_INTS
 from dspark_jax.decode.score import Scored, score, scored_tree
 from dspark_jax.decode.settle import DeviceLogprobs, DeviceOutputs, settle
-from dspark_jax.decode.state import DecodeState, Proposals
+from dspark_jax.decode.state import DecodeState, Proposals, TokenCounts, set_counts
 from dspark_jax.decode.step import ModelParams, verify_step
 from dspark_jax.decode.verify import Method
 from dspark_jax.draft.params import DraftParams, context_params
@@ -72,6 +74,7 @@ class Executables:
         dispatch: Dispatch,
         efforts: tuple[Effort, ...],
         store: ProgramStore,
+        num_snapshots: int = 0,
     ) -> None:
         """
         Args:
@@ -85,6 +88,7 @@ class Executables:
             dispatch: implementation of the kernels.
             efforts: to tell apart, the greatest last; if it is the only one, a half is one program.
             store: where programs are kept between starts.
+            num_snapshots: places for copies of a slot's rings.
         """
         self._cfg = cfg
         self._token_buckets = tuple(token_buckets)
@@ -96,10 +100,13 @@ class Executables:
         self._dispatch = dispatch
         self._store = store
         self.efforts = efforts
+        self.num_snapshots = num_snapshots
         self._steps: dict[int, Program] = {}
         self._score: dict[int, Program] = {}
         self._settle: dict[tuple[int, Effort], Program] = {}
         self._draft: dict[tuple[int, Effort], Program] = {}
+        self._copies: dict[str, Program] = {}
+        self._set_counts: Program
 
     @property
     def draft_len(self) -> int:
@@ -133,6 +140,20 @@ class Executables:
         proposals, confidences = run(leaves.draft, state.proposals, _without_proposals(state), rows)
         return state.replace(proposals=proposals), confidences
 
+    def save(self, snapshots: Rings, rings: Rings, *, slot: int, place: int) -> Rings:
+        """`snapshots`, which are taken over, with the rings of `slot` at `place`."""
+        return self._copies["save"](snapshots, rings, np.int32(place), np.int32(slot))
+
+    def restore(self, rings: Rings, snapshots: Rings, *, slot: int, place: int) -> Rings:
+        """`rings`, which are taken over, with what `snapshots` hold at `place` in `slot`."""
+        return self._copies["restore"](rings, snapshots, np.int32(slot), np.int32(place))
+
+    def set_counts(
+        self, counts: TokenCounts, slot: int, output: np.ndarray, prompt: np.ndarray
+    ) -> TokenCounts:
+        """`counts`, which are taken over, with those of one slot replaced."""
+        return self._set_counts(counts, np.int32(slot), output, prompt)
+
     def compile(
         self,
         params: ModelParams,
@@ -149,6 +170,8 @@ class Executables:
         verify = self._compile_whole if len(self.efforts) == 1 else self._compile_parts
         jobs = [(verify, size) for size in self._token_buckets]
         jobs += [(self._compile_draft, size) for size in self.row_buckets]
+        if self.num_snapshots:
+            jobs += [(self._compile_resumption, self.num_snapshots)]
         jobs.sort(key=lambda job: -job[1])
         jobs = jobs[share[0] :: share[1]]
 
@@ -272,6 +295,21 @@ class Executables:
                     (state.proposals, 0),
                     partial(lower, effort),
                 )
+
+    def _compile_resumption(self, count: int, params: ModelParams, state: DecodeState) -> None:
+        number = _abstract_array((), jnp.int32)
+
+        def build(function: Callable[..., Any], *arguments: Any) -> Program:
+            lower = lambda: jax.jit(function, donate_argnums=0).lower(*arguments)
+            return self._load_or_compile(function.__name__, arguments, arguments[0], lower)
+
+        rings = rings_of(state)
+        snapshots = jax.eval_shape(partial(init_snapshots, count=count), state)
+        self._copies["save"] = build(copy_rings, snapshots, rings, number, number)
+        self._copies["restore"] = build(copy_rings, rings, snapshots, number, number)
+        size = (self._cfg.vocab_size,)
+        output, prompt = _abstract_array(size, jnp.int32), _abstract_array(size, jnp.bool_)
+        self._set_counts = build(set_counts, state.counts, number, output, prompt)
 
     def _load_or_compile(
         self,

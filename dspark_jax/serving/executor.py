@@ -17,6 +17,7 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.packing import PackedRows, pack
 from dspark_jax.decode.plan import Logprobs, StepOutputs, StepPlan
+from dspark_jax.decode.rings import init_snapshots, rings_of, with_rings
 from dspark_jax.decode.settle import DeviceLogprobs
 from dspark_jax.decode.state import DecodeState, init_state
 from dspark_jax.decode.step import ModelParams
@@ -108,6 +109,7 @@ class Executor:
         self.page_size = geometry.tokens
         self.max_pages = geometry.max_pages
         self.draft_len = executables.draft_len
+        self.num_snapshots = executables.num_snapshots
         self.cost_table: CostTable | None = None
         self._params = params
         self._leaves = step_leaves(params)
@@ -119,6 +121,7 @@ class Executor:
         self._synthetic = synthetic
         self._page_table: tuple[np.ndarray, jax.Array] | None = None
         self.state = self.fresh_state()
+        self._snapshots = init_snapshots(self.state, self.num_snapshots)
 
     @classmethod
     def from_config(cls, config: ServeConfig) -> Executor:
@@ -225,6 +228,24 @@ class Executor:
         """Start the drafting half alone, as `dispatch` does after a step with drafts; for measuring."""
         packed = pack(plan, rows=self._executables.rows(plan.bucket))
         return self._draft(packed.rows, len(plan.rows), plan.effort)
+
+    def save_snapshot(self, slot: int, place: int) -> None:
+        """Copy the rings of a slot, as the last dispatched step leaves them, to a place; returns at once."""
+        self._snapshots = self._executables.save(
+            self._snapshots, rings_of(self.state), slot=slot, place=place
+        )
+
+    def restore_snapshot(self, slot: int, place: int) -> None:
+        """Let the next step find in a slot the rings that were saved at a place; returns at once."""
+        rings = self._executables.restore(
+            rings_of(self.state), self._snapshots, slot=slot, place=place
+        )
+        self.state = with_rings(self.state, rings)
+
+    def set_counts(self, slot: int, output: np.ndarray, prompt: np.ndarray) -> None:
+        """Let the next step find in a slot what penalties look at, see `TokenCounts`: int32 [V] and bool [V]."""
+        counts = self._executables.set_counts(self.state.counts, slot, output, prompt)
+        self.state = self.state.replace(counts=counts)
 
     def _draft(self, packed: PackedRows, num_rows: int, effort: Effort) -> tuple[jax.Array, ...]:
         """Draft for the first `num_rows` rows, as many in one call as a program holds; their confidences."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from dspark_jax.budget import CostTable
 from dspark_jax.decode.plan import StepOutputs, StepPlan
 
@@ -24,7 +26,7 @@ class Executor(Protocol):
     """Owner of the device state. Steps run in the order of dispatch, each on the state the last one left.
 
     The engine relies on that order: a slot or a page given up by one request may be given to another in the
-    next dispatched step, even while a step that still writes to it is in flight.
+    next dispatched step, even while a step that still writes to it is in flight. Copies of rings keep to it too.
     """
 
     @property
@@ -49,6 +51,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def num_snapshots(self) -> int:
+        """Places for copies of a slot's rings, 0 without prefix caching."""
+        ...
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt and output; the page table has a column for each page of it."""
         ...
@@ -68,4 +75,16 @@ class Executor(Protocol):
 
     def dispatch(self, plan: StepPlan) -> PendingStep:
         """Start a step and return at once."""
+        ...
+
+    def save_snapshot(self, slot: int, place: int) -> None:
+        """Copy the rings of a slot, as the last dispatched step leaves them, to a place; returns at once."""
+        ...
+
+    def restore_snapshot(self, slot: int, place: int) -> None:
+        """Let the next step find in a slot the rings that were saved at a place; returns at once."""
+        ...
+
+    def set_counts(self, slot: int, output: np.ndarray, prompt: np.ndarray) -> None:
+        """Let the next step find in a slot what penalties look at, see `TokenCounts`: int32 [V] and bool [V]."""
         ...

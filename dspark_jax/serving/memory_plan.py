@@ -1,4 +1,4 @@
-"""Where the device's memory goes: weights, what every slot owns, cache pages, and the arrays of a running step."""
+"""Where the device's memory goes: weights, slots and snapshots of them, cache pages, arrays of a running step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig
+from dspark_jax.decode.rings import rings_of
 from dspark_jax.decode.state import DecodeState, init_state
 from dspark_jax.kernels.addressing import OFFSETS, reaches
 from dspark_jax.kernels.rows import RowFormat
@@ -36,19 +37,22 @@ class MemoryPlan:
     page: int  # one cache page
     workspace: int  # temporaries of the largest step, estimated
     limit: int  # what the process may take
+    snapshots: int = 0  # copies of what some slots own, for the prefix cache
     fp8_pools: tuple[int, ...] = ()  # of each array of fp8 in pages, bytes in one page
     fp8_rings: tuple[int, ...] = ()  # of each array of fp8 in slots, all bytes
 
     @property
     def fitting_pages(self) -> int:
         """Pages that the rest holds, possibly negative."""
-        return (self.limit - self.parameters - self.slots - self.workspace) // self.page
+        fixed = self.parameters + self.slots + self.snapshots + self.workspace
+        return (self.limit - fixed) // self.page
 
     def describe(self, pages: int) -> str:
         """One line for the log."""
         parts = {
             "weights": self.parameters,
             "slots": self.slots,
+            "snapshots": self.snapshots,
             f"{pages} pages": pages * self.page,
             "step": self.workspace,
         }
@@ -67,6 +71,7 @@ def make_plan(
     parameter_bytes: int,
     max_tokens: int,
     max_logit_rows: int,
+    num_snapshots: int = 0,
     limit: int | None,
 ) -> MemoryPlan:
     """Count everything from shapes; nothing is allocated.
@@ -80,6 +85,7 @@ def make_plan(
         parameter_bytes: size of all weights.
         max_tokens: tokens of the largest step.
         max_logit_rows: logit rows of the largest step.
+        num_snapshots: copies of a slot's rings.
         limit: bytes that the process may take; None where nobody says, as on a CPU.
     """
     states = [
@@ -94,15 +100,17 @@ def make_plan(
     drafted = num_slots * cfg.draft.block_size if cfg.draft else 0
     draft = _DRAFT_LOGIT_COPIES * 4 * drafted * cfg.vocab_size
     slots = one - (two - one)
+    snapshots = num_snapshots * tree_bytes(rings_of(states[0])) // num_slots
     workspace = max(verify, draft) + _WORKSPACE_FLOOR
     if limit is None:
-        limit = parameter_bytes + slots + workspace + _CPU_CACHE_BYTES
+        limit = parameter_bytes + slots + snapshots + workspace + _CPU_CACHE_BYTES
     return MemoryPlan(
         parameters=parameter_bytes,
         slots=slots,
         page=max(two - one, 1),
         workspace=workspace,
         limit=limit,
+        snapshots=snapshots,
         fp8_pools=tuple(sorted(growth for growth, _ in fp8 if growth)),
         fp8_rings=tuple(size for growth, size in fp8 if not growth),
     )
@@ -128,8 +136,9 @@ def choose_pages(
         raise FlagError(
             f"{plan.describe(max(pages, 0))}: room for {max(fitting, 0)} cache pages of "
             f"{plan.page / 2**20:.2f} MiB, {max(pages, 0)} wanted, {max_pages} needed for one request of "
-            f"{max_model_len} tokens; lower --max-num-seqs, --max-num-batched-tokens or --max-model-len, set "
-            "--num-pages, raise --gpu-memory-utilization, or serve fewer layers with --hf-overrides"
+            f"{max_model_len} tokens; lower --max-num-seqs, --max-num-batched-tokens, --max-model-len or "
+            "--num-prefix-snapshots, set --num-pages, raise --gpu-memory-utilization, or serve fewer layers with "
+            "--hf-overrides"
         )
     arrays = {"--num-pages": [pages * size for size in plan.fp8_pools]}
     arrays["--max-num-seqs"] = list(plan.fp8_rings)

@@ -178,6 +178,12 @@ class Metrics:
         )
         for reason in FinishReason:
             self.request_success.labels(**own, finished_reason=reason.value)
+        self.prefix_cache_queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        ).labels(**own)
+        self.prefix_cache_hits = self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens that the prefix cache had, so were not fed."
+        ).labels(**own)
         preemptions = "Requests put back into the queue because pages ran out."
         self.num_preemptions = self._counter("vllm:num_preemptions", preemptions).labels(**own)
         self.preemptions = self._counter("dspark:preemptions", preemptions).labels(**own)
@@ -263,6 +269,11 @@ class Metrics:
         """Engine: one request lost its slot and waits again."""
         self.num_preemptions.inc()
         self.preemptions.inc()
+
+    def on_prefix_lookup(self, num_queries: int, *, num_hits: int) -> None:
+        """Engine: the prefix cache was asked for a prompt of so many tokens and had some of them."""
+        self.prefix_cache_queries.inc(num_queries)
+        self.prefix_cache_hits.inc(num_hits)
 
     def on_step(self, report: StepReport) -> None:
         """Engine: one step has landed."""

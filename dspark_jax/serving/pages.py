@@ -81,6 +81,11 @@ class PageTable:
         self._counts[slot] = count + len(pages)
         self._snapshot = None
 
+    def replace(self, slot: int, index: int, page: int) -> None:
+        """Put another page in the place of the slot's page number `index`."""
+        self._table[slot, index] = page
+        self._snapshot = None
+
     def clear(self, slot: int) -> None:
         """Forget the pages of a slot."""
         self._table[slot, : self._counts[slot]] = NO_PAGE

@@ -37,6 +37,15 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def has_penalty(self) -> bool:
+        """True if tokens that occurred before are drawn with another probability."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -79,7 +88,8 @@ class TokenChunk(NamedTuple):
     """What one engine step adds to a request. `finish_reason` is set on the last chunk only.
 
     A tuple, because a step makes one for each of its requests and a frozen dataclass takes twice as long.
-    `prompt_logprobs` arrives once, on the first chunk: one entry per prompt token, None for the first.
+    `prompt_logprobs` arrives once, on the first chunk: one entry per prompt token, None for the first. So does
+    `num_cached_tokens`, how many prompt tokens were not fed because the prefix cache had them; None without one.
     """
 
     token_ids: tuple[int, ...]
@@ -88,6 +98,7 @@ class TokenChunk(NamedTuple):
     error: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    num_cached_tokens: int | None = None
     speculation: SpeculationStats | None = None
 
 

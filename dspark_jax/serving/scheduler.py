@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dspark_jax.budget import NO_PROPOSAL
 from dspark_jax.budget.step_room import reserved_for_drafts, room_for_drafts
 from dspark_jax.decode.plan import RowPlan
-from dspark_jax.serving.pages import PageAllocator, PageTable
+from dspark_jax.serving.pages import PageTable
+from dspark_jax.serving.prefix_cache import PrefixCache, extend_digests
 from dspark_jax.serving.sequence import Sequence, Status
 
 # Tokens with which a chunk of a scored prompt advances: it begins with the last token of the chunk before.
@@ -27,9 +29,19 @@ class ScheduledRow:
     max_growth: int = 0
 
 
+class SnapshotMove(NamedTuple):
+    """The rings of a sequence are copied to, or from, a place among the snapshots."""
+
+    sequence: Sequence
+    place: int
+
+
 @dataclass(slots=True)
 class Schedule:
-    """The rows of a step. Its tokens and `max_budget` drafts fit `max_num_batched_tokens` together."""
+    """The rows of a step. Its tokens and `max_budget` drafts fit `max_num_batched_tokens` together.
+
+    Before the step `restores` fill the rings of sequences that start behind cached pages.
+    """
 
     rows: list[ScheduledRow]
     num_tokens: int  # besides drafts
@@ -37,6 +49,8 @@ class Schedule:
     num_reserved: int  # drafts that prompts leave room for
     num_logit_rows: int  # besides drafts
     max_budget: int = 0
+    restores: list[SnapshotMove] = field(default_factory=list)
+    filling: list[ScheduledRow] = field(default_factory=list)  # rows whose pages are to be cached
 
 
 class Scheduler:
@@ -56,7 +70,7 @@ class Scheduler:
         max_model_len: int,
         draft_cap: int,
         min_depth: int,
-        pages: PageAllocator,
+        pages: PrefixCache,
         on_admit: Callable[[Sequence], None] = lambda sequence: None,
         on_preempt: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
@@ -68,7 +82,7 @@ class Scheduler:
             max_model_len: positions of a slot's page table.
             draft_cap: drafts that a request offers for verification, 0 without a drafter.
             min_depth: those of them that must be verified; prompts go before most of the others.
-            pages: the allocator; nobody else takes pages from it.
+            pages: the allocator, and what it remembers; nobody else takes pages from it.
             on_admit: called for a sequence that has just received its slot.
             on_preempt: called for a sequence that has just lost it.
 
@@ -152,6 +166,36 @@ class Scheduler:
         )
         return schedule
 
+    def on_dispatch(self, schedule: Schedule) -> list[SnapshotMove]:
+        """Let later steps find the pages that a dispatched one fills; returns the rings to save behind it.
+
+        Not before, because the page table of the step must name the pages into which it writes.
+        """
+        saves = []
+        for scheduled in schedule.filling:
+            sequence, end = scheduled.sequence, scheduled.row.start + scheduled.num_tokens
+            self._remember(sequence, end)
+            if end in sequence.cuts:
+                place = self.pages.new_place(sequence.digests[end // self.pages.page_size - 1])
+                if place is not None:
+                    saves.append(SnapshotMove(sequence, place))
+        return saves
+
+    def forget_prefixes(self) -> None:
+        """Let no later request start behind anything that is cached now."""
+        self.pages.clear()
+
+    def _remember(self, sequence: Sequence, end: int) -> None:
+        """Cache the pages that the sequence has filled up to `end` tokens, or share those that hold the same."""
+        size = self.pages.page_size
+        for index in range(sequence.num_remembered // size, end // size):
+            own = sequence.pages[index]
+            page = self.pages.remember(sequence.digests[index], own)
+            if page != own:
+                sequence.pages[index] = page
+                self.page_table.replace(sequence.slot, index, page)
+        sequence.num_remembered = end // size * size
+
     def _reserve_decodes(self) -> tuple[list[tuple[Sequence, int]], bool]:
         """Decoding sequences with the drafts each can offer, and whether one was pre-empted for pages."""
         decoding: list[tuple[Sequence, int]] = []
@@ -178,7 +222,9 @@ class Scheduler:
         return True
 
     def _give_pages(self, sequence: Sequence, count: int) -> None:
-        pages = self.pages.allocate(count)
+        self._add_pages(sequence, self.pages.allocate(count))
+
+    def _add_pages(self, sequence: Sequence, pages: list[int]) -> None:
         sequence.pages.extend(pages)
         self.page_table.append(sequence.slot, pages)
 
@@ -219,11 +265,14 @@ class Scheduler:
         """Chunks of the prompts in order; False if the step is full before the last of them has a row."""
         for sequence in prompts:
             is_scored = sequence.wants_prompt_logprobs
-            num_tokens = self._chunk_len(schedule, sequence.num_unfed, is_scored)
+            num_tokens = self._chunk_len(schedule, sequence.num_until_cut, is_scored)
             if not num_tokens:
                 return False
-            row = sequence.prompt_row(num_tokens)
-            schedule.rows.append(ScheduledRow(sequence, row, num_tokens))
+            scheduled = ScheduledRow(sequence, sequence.prompt_row(num_tokens), num_tokens)
+            schedule.rows.append(scheduled)
+            # A scored prompt feeds tokens twice, so it may write to a page that it has filled.
+            if self.pages.num_snapshots and not is_scored:
+                schedule.filling.append(scheduled)
             schedule.num_tokens += num_tokens
             schedule.num_logit_rows += num_tokens if is_scored else 1
         return True
@@ -246,13 +295,39 @@ class Scheduler:
                 return  # its last tokens, which it starts from, haven't landed
             if not self._chunk_len(schedule, sequence.num_known, sequence.wants_prompt_logprobs):
                 return
+            cached, cuts = self._find_prefix(sequence)
             # With the growth of two steps, so that it isn't pre-empted as soon as it decodes.
             num_tokens = min(sequence.num_known + 2 * (self._draft_cap + 1), sequence.limit - 1)
-            num_pages = self.pages.pages_for(num_tokens)
-            if num_pages > self.pages.num_free:
+            num_new = self.pages.pages_for(num_tokens) - len(cached)
+            if num_new > self.pages.num_free_beside(cached):
                 return
             self._running.append(self._waiting.popleft())
-            sequence.admit(self._free_slots.pop())
-            self._give_pages(sequence, num_pages)
+            sequence.admit(
+                self._free_slots.pop(),
+                num_cached=len(cached) * self.pages.page_size,
+                cuts=cuts,
+            )
+            if cached:
+                self._add_pages(sequence, self.pages.hold(cached))
+                place = self.pages.place_of(cached[-1])
+                schedule.restores.append(SnapshotMove(sequence, place))
+            self._give_pages(sequence, num_new)
             self._on_admit(sequence)
             self._place_prompts(schedule, [sequence])
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[bytes], frozenset[int]]:
+        """The cached pages behind which a sequence starts, by digest, and the lengths at which to save its rings.
+
+        They are saved behind the last full page, where the next turn of a conversation will start, and where the
+        known tokens part from what is cached, because others will share what this one has shared. One token is
+        always left to be fed.
+        """
+        if not self.pages.num_snapshots or sequence.wants_prompt_logprobs:
+            return [], frozenset()
+        size = self.pages.page_size
+        if len(sequence.digests) < sequence.num_known // size:
+            extend_digests(sequence.digests, sequence.known_ids(), size)
+        most = (sequence.num_known - 1) // size
+        found = self.pages.find(sequence.digests[:most])
+        cuts = {size * end for end in (found.num_pages, most) if end > found.num_resumable}
+        return sequence.digests[: found.num_resumable], frozenset(cuts)

@@ -39,8 +39,17 @@ class Sequence:
         eos_token_id: int,
         seed: int,
     ) -> None:
-        """`seed` is 0 .. 2**64 - 1."""
-        sampling = request.sampling
+        """`seed` is 0 .. 2**64 - 1.
+
+        Raises ValueError for a prompt that leaves no room for a token, or if none is wanted.
+        """
+        sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
+        if not 0 < num_prompt < max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens; it must have 1 to {max_model_len - 1}"
+            )
+        if sampling.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
         self.request = request
         self.prompt = np.asarray(request.prompt_token_ids, np.int32)
         self.output: list[int] = []
@@ -57,6 +66,11 @@ class Sequence:
         self.feed = self.prompt  # what this tenancy of the slot starts from
         self.num_fed = 0
         self.proposal_serial = NO_PROPOSAL  # step that drafted what the next step can verify
+
+        self.digests: list[bytes] = []  # of full pages of known tokens, see `prefix_cache`
+        self.num_remembered = 0  # tokens of `feed` whose pages the prefix cache knows
+        self.cuts: frozenset[int] = frozenset()  # lengths of which its rings are to be saved
+        self.num_cached_tokens: int | None = None  # of the prompt, when it was first admitted
 
         self.num_in_flight = 0
         self.min_len = len(self.prompt)
@@ -96,9 +110,10 @@ class Sequence:
         return self.num_fed - 1 if self.wants_prompt_logprobs and self.num_fed else self.num_fed
 
     @property
-    def num_unfed(self) -> int:
-        """Tokens of `feed` from `next_start` on."""
-        return len(self.feed) - self.next_start
+    def num_until_cut(self) -> int:
+        """Tokens of `feed` from `next_start` on that one row may feed."""
+        ends = [cut for cut in self.cuts if cut > self.num_fed]
+        return min(ends, default=len(self.feed)) - self.next_start
 
     @property
     def is_decoding(self) -> bool:
@@ -114,14 +129,31 @@ class Sequence:
         """True until the prompt has been scored: they went out with the first output."""
         return self.prompt_logprobs is not None and not self.output
 
-    def admit(self, slot: int) -> None:
-        """Move into a slot. A sequence that was pre-empted starts again from its prompt and its output."""
+    def known_ids(self) -> np.ndarray:
+        """The known tokens, int32 [num_known]."""
+        if not self.output:
+            return self.prompt
+        return np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
+
+    def skipped_counts(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the tokens before the first one to feed: occurrences in the output, int32 [V], and presence in the
+        prompt, bool [V].
+        """
+        skipped, num_prompt = self.feed[: self.num_fed], len(self.prompt)
+        output = np.bincount(skipped[num_prompt:], minlength=vocab_size)
+        prompt = np.bincount(skipped[:num_prompt], minlength=vocab_size)
+        return output.astype(np.int32), prompt > 0
+
+    def admit(self, slot: int, *, num_cached: int = 0, cuts: frozenset[int] = frozenset()) -> None:
+        """Move into a slot. A sequence that was pre-empted starts again from its prompt and its output.
+
+        The first `num_cached` tokens need not be fed; no row feeds tokens on both sides of a length in `cuts`.
+        """
         self.status = Status.RUNNING
         self.slot = slot
-        self.feed = self.prompt
-        if self.output:
-            self.feed = np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
-        self.num_fed = 0
+        self.feed = self.known_ids()
+        self.num_fed = self.num_remembered = num_cached
+        self.cuts = cuts
         self.proposal_serial = NO_PROPOSAL
         self._decode_rows.clear()
 

@@ -123,6 +123,7 @@ class Setup:
             parameter_bytes=tree_bytes(params),
             max_tokens=self.buckets[-1],
             max_logit_rows=logit_rows(self.buckets[-1], self.draft_len, self.limits.max_num_seqs),
+            num_snapshots=self.config.num_snapshots,
             limit=device_limit(),
         )
         geometry = choose_pages(
@@ -152,6 +153,7 @@ class Setup:
             dispatch=default_dispatch(),
             efforts=(Effort.PLAIN, Effort.FULL) if self.on_gpu else (Effort.AS_NEEDED,),
             store=ProgramStore(self.cache_dir / "programs"),
+            num_snapshots=self.config.num_snapshots,
         )
 
     def abstract_params(self) -> ModelParams:

@@ -10,6 +10,7 @@ from dspark_jax.budget import NO_PROPOSAL
 from dspark_jax.decode.plan import Logprobs, RowFinish, StepOutputs
 from dspark_jax.serving.executor_protocol import PendingStep
 from dspark_jax.serving.logprobs import token_logprobs
+from dspark_jax.serving.metrics import StepReport
 from dspark_jax.serving.policy import StepSize
 from dspark_jax.serving.request import FinishReason, TokenChunk, TokenLogprob
 from dspark_jax.serving.scheduler import Schedule, ScheduledRow
@@ -110,6 +111,36 @@ def land(step: StepInFlight, outputs: StepOutputs) -> Landing:
     return Landing(chunks, verified, *counts, num_non_finite=num_non_finite)
 
 
+def report_step(
+    step: StepInFlight,
+    landing: Landing,
+    confidences: np.ndarray,
+    *,
+    step_ms: float,
+    host_s: float,
+    host_cpu_s: float,
+    is_drafter_skipped: bool,
+) -> StepReport:
+    """What the metrics are told of a landed step; see `StepReport` for the meanings."""
+    return StepReport(
+        bucket=step.bucket,
+        budget=step.size.budget,
+        step_ms=step_ms,
+        host_s=host_s,
+        launch_s=step.launch_s,
+        host_cpu_s=host_cpu_s,
+        scheduled=landing.scheduled,
+        admitted=landing.admitted,
+        accepted=landing.accepted,
+        confidences=confidences,
+        predicted_ms=step.size.predicted_ms,
+        predicted_accepted=step.size.predicted_accepted,
+        is_drafter_skipped=is_drafter_skipped,
+        num_non_finite=landing.num_non_finite,
+        num_sanitised=step.size.num_sanitised,
+    )
+
+
 def _count_drafts(step: StepInFlight, outputs: StepOutputs) -> tuple[np.ndarray, np.ndarray]:
     """Places int [N] of the rows that could verify a proposal; drafts scheduled, admitted, accepted, int64 [3, N].
 
@@ -144,9 +175,11 @@ def _chunk(
     logprobs: tuple[TokenLogprob, ...] | None,
     is_first: bool,
 ) -> TokenChunk:
-    prompt_logprobs = None
-    if is_first and sequence.prompt_logprobs is not None:
-        prompt_logprobs = tuple(sequence.prompt_logprobs)
+    prompt_logprobs = num_cached_tokens = None
+    if is_first:
+        num_cached_tokens = sequence.num_cached_tokens
+        if sequence.prompt_logprobs is not None:
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
     return TokenChunk(
         tuple(token_ids),
         finish_reason=reason,
@@ -154,6 +187,7 @@ def _chunk(
         error=_NON_FINITE_ERROR if reason is FinishReason.ERROR else None,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=num_cached_tokens,
         speculation=None if reason is None else sequence.stats,
     )
 

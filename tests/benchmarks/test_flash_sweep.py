@@ -50,6 +50,7 @@ def test_the_server_takes_the_command():
     assert len(config.synthetic_profile.rates) == 7
     assert (config.num_pages, config.gpu_memory_utilization, config.port) == (64, 0.92, 8123)
     assert config.benchmark_policy_endpoint
+    assert not config.enable_prefix_caching
     short = parse_flags(options(draft_len=4).server_command(1)[3:]).synthetic_profile
     assert short is not None
     assert len(short.rates) == 4

@@ -69,6 +69,7 @@ class FakeEngine:
         self.error: str | None = None
         self.fails_at_chunk = 0
         self.refusal: Exception | None = None
+        self.num_cached_tokens: list[int | None] = []  # of the next requests
         self.shutdowns: list[bool] = []
 
     async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
@@ -106,10 +107,12 @@ class FakeEngine:
                 break
         if len(token_ids) > sampling.max_tokens:
             token_ids, finish, stop_id = token_ids[: sampling.max_tokens], FinishReason.LENGTH, None
+        num_cached = self.num_cached_tokens.pop(0) if self.num_cached_tokens else None
         groups = [
             token_ids[i : i + self.chunk_len] for i in range(0, len(token_ids), self.chunk_len)
         ]
         chunks = [self._chunk(request, group, first=i == 0) for i, group in enumerate(groups)]
+        chunks[0] = chunks[0]._replace(num_cached_tokens=num_cached)
         last = chunks[-1]
         chunks[-1] = TokenChunk(
             last.token_ids,
@@ -117,6 +120,7 @@ class FakeEngine:
             stop_id,
             logprobs=last.logprobs,
             prompt_logprobs=last.prompt_logprobs,
+            num_cached_tokens=last.num_cached_tokens,
             speculation=SpeculationStats(len(chunks), 7 * len(chunks), 4 * len(chunks), 6),
         )
         return chunks

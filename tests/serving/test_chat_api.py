@@ -136,3 +136,14 @@ async def test_several_choices_stream_side_by_side():
     assert texts == ["hello"] * 3
     assert sorted(finished) == [0, 1, 2]
     assert chunks[-1].usage.completion_tokens == 3 * (len(raw_tokenizer().encode("hello").ids) + 1)
+
+
+async def test_usage_says_how_much_of_the_prompt_was_cached():
+    engine = FakeEngine("hello")
+    assert (await chat(engine)).usage.prompt_tokens_details is None
+    # Several choices have one prompt, and the first of them speaks for it.
+    engine.num_cached_tokens = [3, 6, 6]
+    assert (await chat(engine, n=3)).usage.prompt_tokens_details.cached_tokens == 3
+    engine.num_cached_tokens = [0]
+    chunks = await chat_stream(engine, stream_options={"include_usage": True})
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 0

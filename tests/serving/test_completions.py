@@ -211,6 +211,22 @@ async def test_usage_can_come_with_every_chunk():
     assert counts[0] == 2
 
 
+async def test_cached_tokens_are_summed_over_prompts_not_over_choices():
+    engine = FakeEngine("hello")
+    engine.num_cached_tokens = [1, 2, 1, 2]
+    usage = (await complete(engine, prompt=["ab", "cde"], n=2)).usage
+    assert usage.prompt_tokens_details.cached_tokens == 2
+    assert (await complete(engine)).usage.prompt_tokens_details is None
+
+
+async def test_cached_tokens_come_with_every_chunk_that_has_usage():
+    engine = FakeEngine("hello world", chunk_len=2)
+    engine.num_cached_tokens = [2]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await stream(engine, stream_options=options)
+    assert {chunk.usage.prompt_tokens_details.cached_tokens for chunk in chunks} == {2}
+
+
 async def test_a_failing_request_gets_a_500_with_the_reason_and_others_go_on():
     engine = FakeEngine()
     engine.error = "the logits were not finite"

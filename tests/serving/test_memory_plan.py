@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dspark_jax.config import AttentionKind
+from dspark_jax.config import AttentionKind, ModelConfig
+from dspark_jax.decode.rings import init_snapshots
 from dspark_jax.decode.state import init_state
 from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import PageGeometry, page_tokens
@@ -20,7 +21,7 @@ CFG = tiny_config()
 SLOTS, LENGTH = 3, 200
 
 
-def plan(**changes) -> MemoryPlan:
+def plan(cfg: ModelConfig = CFG, **changes) -> MemoryPlan:
     arguments = dict(
         num_slots=SLOTS,
         max_model_len=LENGTH,
@@ -30,7 +31,7 @@ def plan(**changes) -> MemoryPlan:
         max_logit_rows=16,
         limit=1 << 30,
     )
-    return make_plan(CFG, **(arguments | changes))
+    return make_plan(cfg, **(arguments | changes))
 
 
 @pytest.mark.parametrize("row_format", RowFormat, ids=lambda kind: kind.value)
@@ -62,6 +63,26 @@ def test_slots_and_pages_are_the_bytes_of_the_state(row_format):
     assert without.slots < made.slots
     assert without.page == made.page
     assert without.fitting_pages == (2 << 30) // without.page
+
+
+@pytest.mark.parametrize("row_format", RowFormat, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("with_drafter", [True, False])
+def test_snapshots_are_the_bytes_of_their_arrays(row_format, with_drafter):
+    cfg = CFG if with_drafter else dataclasses.replace(CFG, draft=None)
+    state = init_state(
+        cfg,
+        slots=SLOTS,
+        geometry=PageGeometry(page_tokens(cfg), 7, 4),
+        with_drafter=with_drafter,
+        dtype=jnp.bfloat16,
+        row_format=row_format,
+    )
+    none = plan(cfg, row_format=row_format)
+    some = plan(cfg, row_format=row_format, num_snapshots=5)
+    assert some.snapshots == tree_bytes(init_snapshots(state, 5))
+    assert some == dataclasses.replace(none, snapshots=some.snapshots)
+    pages_bytes = (none.fitting_pages - some.fitting_pages) * some.page
+    assert abs(pages_bytes - some.snapshots) < some.page
 
 
 def test_pages_are_what_fits_at_most_every_slot_at_full_length():
@@ -131,8 +152,14 @@ def test_what_does_not_fit_is_refused_with_numbers_and_flags(asked):
 
 def test_the_line_for_the_log_adds_up():
     made = MemoryPlan(
-        parameters=3 << 30, slots=1 << 30, page=1 << 20, workspace=2 << 30, limit=9 << 30
+        parameters=3 << 30,
+        slots=1 << 30,
+        snapshots=1 << 29,
+        page=1 << 20,
+        workspace=2 << 30,
+        limit=9 << 30,
     )
     assert made.describe(512) == (
-        "memory in GiB: weights 3.00, slots 1.00, 512 pages 0.50, step 2.00; 6.50 of 9.00"
+        "memory in GiB: weights 3.00, slots 1.00, snapshots 0.50, 512 pages 0.50, step 2.00; 7.00 of 9.00"
     )
+    assert made.fitting_pages == 2560

@@ -41,6 +41,15 @@ def sample(metrics, name, **labels):
     return metrics.registry.get_sample_value(name, labels)
 
 
+def test_prefix_counters_count_tokens():
+    metrics = Metrics("m")
+    assert sample(metrics, "vllm:prefix_cache_hits_total") == 0
+    metrics.on_prefix_lookup(100, num_hits=0)
+    metrics.on_prefix_lookup(100, num_hits=64)
+    assert sample(metrics, "vllm:prefix_cache_queries_total") == 200
+    assert sample(metrics, "vllm:prefix_cache_hits_total") == 64
+
+
 def test_draft_counters_keep_upstream_meaning():
     metrics = Metrics("m")
     metrics.on_step(drafts())

@@ -35,7 +35,7 @@ def test_shares_are_disjoint_and_complete(built, tmp_path):
     flags = [*FLAGS, "--compilation-cache-dir", str(tmp_path)]
     assert main([*flags, "--share", "0/1"]) == 0
     everything = sorted(built)
-    assert len(everything) == 3 + 1  # buckets 4, 8 and 32; drafting for 4 requests
+    assert len(everything) == 3 + 1 + 3  # buckets 4, 8, 32; drafting for 4 requests; resumption
     parts = []
     for share in ("0/3", "1/3", "2/3"):
         built.clear()

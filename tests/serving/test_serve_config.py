@@ -34,6 +34,7 @@ def test_flags_of_vllm_are_read(monkeypatch):
             "--num-gpu-blocks-override", "10", "--disable-log-stats", "--bucket-ladder", "vllm",
             "--pipeline-parallel-size", "1", "--profile-context-len", "77", "--no-profile-cache",
             "--per-request-spec-decode-metrics", "--compilation-cache-dir", "cache",
+            "--no-enable-prefix-caching",
             "--speculative-config",
             '{"method": "dspark", "num_speculative_tokens": 7, "target_token_ms": 5,'
             ' "enable_adaptive_verification": true, "rejection_sample_method": "coupled"}',
@@ -56,7 +57,21 @@ def test_flags_of_vllm_are_read(monkeypatch):
         enable_adaptive_verification=True,
         rejection_sample_method="coupled",
     )
+    assert not config.enable_prefix_caching
     assert parse_flags(["--max-capture-tokens", "9"]).capture_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_snapshots"),
+    [
+        ([], ServeConfig().num_prefix_snapshots),
+        (["--enable-prefix-caching", "--num-prefix-snapshots", "5"], 5),
+        (["--no-enable-prefix-caching", "--num-prefix-snapshots", "5"], 0),
+        (["--num-prefix-snapshots", "0"], 0),
+    ],
+)
+def test_prefixes_are_cached_unless_that_is_switched_off(flags, num_snapshots):
+    assert parse_flags(flags).num_snapshots == num_snapshots
 
 
 def test_flags_for_benchmarks_are_read():
@@ -197,6 +212,7 @@ def test_the_key_may_come_from_the_environment(monkeypatch, capsys):
         ),
         (["--port", "70000"], "--port must lie in"),
         (["--seed", "-1"], "--seed must lie in"),
+        (["--num-prefix-snapshots", "-1"], "--num-prefix-snapshots must not be negative, got -1"),
         (["--api-key", ""], "--api-key must not be empty"),
     ],
 )

@@ -132,7 +132,8 @@ async def plan_chat(backend: Backend, body: ChatBody) -> ChatCompletion:
         for number in range(body.n or 1)
     )
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    frame = ReplyFrame(backend, kind, "chatcmpl", len(token_ids), len(requests))
+    num = len(requests)
+    frame = ReplyFrame(backend, kind, "chatcmpl", len(token_ids), num, choices_per_prompt=num)
     options = text_options(backend, body)
     return ChatCompletion(backend, body, requests, options, mode.is_thinking, frame)
 

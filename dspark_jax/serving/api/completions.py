@@ -136,7 +136,14 @@ async def plan_completion(backend: Backend, body: CompletionBody) -> Completion:
                 prompt_logprobs=body.logprobs if echo else None,
             )
             choices.append(_Choice(len(choices), request, echo))
-    frame = ReplyFrame(backend, "text_completion", "cmpl", num_prompt_tokens, len(choices))
+    frame = ReplyFrame(
+        backend,
+        "text_completion",
+        "cmpl",
+        num_prompt_tokens,
+        len(choices),
+        choices_per_prompt=body.n or 1,
+    )
     return Completion(backend, body, tuple(choices), options, frame)
 
 

@@ -57,7 +57,7 @@ class ChoiceDelta:
     """What one engine step adds to choice `index`. `finish_reason` is set on its last delta only.
 
     `offsets` are character offsets of the `num_tokens` new tokens in the choice's text; `logprobs`
-    describe the same tokens.
+    describe the same tokens. `num_cached_tokens` is as in `TokenChunk`.
     """
 
     index: int
@@ -68,6 +68,7 @@ class ChoiceDelta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
     speculation: SpeculationStats | None = None
 
 
@@ -187,6 +188,7 @@ def _delta(
         prompt_logprobs=chunk.prompt_logprobs,
         finish_reason=None if finish is None else finish.value,
         stop_reason=stop_reason,
+        num_cached_tokens=chunk.num_cached_tokens,
         speculation=chunk.speculation,
     )
 

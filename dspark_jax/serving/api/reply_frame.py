@@ -20,8 +20,10 @@ class ReplyFrame:
     backend: Backend
     kind: str
     id_prefix: str
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # of every prompt once
     num_choices: int
+    choices_per_prompt: int
+    num_cached_tokens: int | None = None  # of `num_prompt_tokens`; None while nobody says
     num_completion_tokens: int = 0
     num_finished: int = 0
     speculation: dict[int, SpeculationStats] = field(default_factory=dict)
@@ -35,19 +37,27 @@ class ReplyFrame:
         }
 
     def account(self, delta: ChoiceDelta) -> None:
-        """Count a delta's tokens; its speculation counts replace the choice's earlier ones."""
+        """Count a delta's tokens; its speculation counts replace the choice's earlier ones.
+
+        Of a prompt with several choices the first one says how many of its tokens were cached.
+        """
         self.num_completion_tokens += delta.num_tokens
+        if delta.num_cached_tokens is not None and delta.index % self.choices_per_prompt == 0:
+            self.num_cached_tokens = (self.num_cached_tokens or 0) + delta.num_cached_tokens
         self.num_finished += delta.finish_reason is not None
         if delta.speculation is not None:
             self.speculation[delta.index] = delta.speculation
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Tokens so far."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
         }
+        if self.num_cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
+        return usage
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A response that is not streamed."""

@@ -201,7 +201,8 @@ class SweepConfig(LoadConfig):
     num_prompts: int = 256
     """Requests per point, in the order of the data set, which starts over when it is too short."""
     server_command: str | None = None
-    """Command that starts the server; by default `python -m dspark_jax.serving.serve`."""
+    """Command that starts the server; by default
+    `python -m dspark_jax.serving.serve --no-enable-prefix-caching`."""
     server_args: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     """What follows the lone `--`."""
     server_timeout: float = 1800.0

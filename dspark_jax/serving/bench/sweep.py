@@ -117,7 +117,8 @@ async def _run_group(
 async def _start(arm: Arm, config: SweepConfig, stop: asyncio.Event):
     """A `RunningArm` for the length of the block; raises as `running_server` and `connect`."""
     port = free_port()
-    default = [sys.executable, "-m", "dspark_jax.serving.serve"]
+    # Points and arms share their prompts, and each prompt is to cost what a new one does.
+    default = [sys.executable, "-m", "dspark_jax.serving.serve", "--no-enable-prefix-caching"]
     command = shlex.split(config.server_command) if config.server_command else default
     command += [*config.server_args, "--host", "127.0.0.1", "--port", str(port)]
     if config.api_key:

@@ -1,7 +1,7 @@
 """An executor without a device: the semantics of `decode/plan.py` over the hash model, strict about every plan.
 
-The context of a request exists only in the cache pages, so that a page shared, lost or read out of order changes
-the tokens that follow.
+The context of a request exists only in the cache pages, so that a page overwritten, lost or read out of order
+changes the tokens that follow.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Slot:
     anchor: int = -1
     has_ended: bool = True
     drafts: list[int] = field(default_factory=list)
+    restored: list[int] | None = None  # the context that its rings were saved behind
     confidences: np.ndarray | None = None
 
 
@@ -61,6 +62,7 @@ class FakeExecutor:
         num_pages: int = 64,
         page_size: int = 4,
         max_model_len: int = 64,
+        num_snapshots: int = 4,
         logit_rows: int = 32,
         agreement: float = 0.6,
         seed: int = 0,
@@ -71,6 +73,8 @@ class FakeExecutor:
         self.num_pages, self.page_size, self.max_model_len = num_pages, page_size, max_model_len
         self.logit_rows, self.agreement, self.step_s = logit_rows, agreement, step_s
         self.cost_table = cost_table
+        self.num_snapshots = num_snapshots
+        self.num_saves = self.num_restores = 0
         self.random = random.Random(seed)
         self.in_flight: list[FakeStep] = []
         self.plans: list[StepPlan] = []
@@ -81,6 +85,7 @@ class FakeExecutor:
         self.on_dispatch: Callable[[StepPlan], None] = lambda plan: None
         self._cache = np.full((num_pages, page_size), -1, np.int64)
         self._slots = [Slot() for _ in range(num_slots)]
+        self._snapshots: dict[int, list[int]] = {}
 
     def max_logit_rows(self, bucket: int) -> int:
         return min(bucket, self.logit_rows)
@@ -98,6 +103,26 @@ class FakeExecutor:
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return step
 
+    def save_snapshot(self, slot: int, place: int) -> None:
+        assert 0 <= place < self.num_snapshots
+        position = self._slots[slot].position
+        assert position % self.page_size == 0
+        self._snapshots[place] = self._read(self.plans[-1], slot, position)
+        self.num_saves += 1
+
+    def restore_snapshot(self, slot: int, place: int) -> None:
+        context = self._snapshots[place]
+        self._slots[slot] = Slot(position=len(context), has_ended=False, restored=context)
+        self.num_restores += 1
+
+    def set_counts(self, slot: int, output: np.ndarray, prompt: np.ndarray) -> None:
+        """Nothing is penalised here, but what was skipped must have been counted."""
+        context = self._slots[slot].restored
+        assert context is not None
+        in_prompt = np.flatnonzero(prompt).tolist()
+        assert set(context) == {*in_prompt, *np.flatnonzero(output).tolist()}
+        assert output.sum() + len(in_prompt) <= len(context)
+
     def _check(self, plan: StepPlan) -> None:
         slots = [row.slot for row in plan.rows]
         assert plan.rows
@@ -113,8 +138,9 @@ class FakeExecutor:
         max_pages = -(-self.max_model_len // self.page_size)
         assert plan.page_table.shape == (self.num_slots, max_pages)
         assert plan.page_table.dtype == np.int32
-        held = plan.page_table[plan.page_table >= 0]
-        assert len(set(held.tolist())) == held.size, "a page belongs to two slots"
+        for held in plan.page_table:
+            held = held[held >= 0].tolist()
+            assert len(set(held)) == len(held), "a slot has a page twice"
         assert plan.drafts <= (self.draft_len > 0)
 
     def _run(self, plan: StepPlan) -> StepOutputs:
@@ -173,9 +199,12 @@ class FakeExecutor:
         assert len(row.prompt_ids) > 0
         if row.start == 0:
             slot.__dict__.update(Slot(has_ended=False).__dict__)
-        # A chunk may repeat the end of the one before it, but leave nothing out.
+        # A chunk may repeat the last token of the one before it, but leave nothing out.
         assert not slot.has_ended
-        assert row.start <= slot.position
+        assert slot.position - 1 <= row.start <= slot.position
+        if slot.restored is not None:
+            assert self._read(plan, row.slot, row.start) == slot.restored
+            slot.restored = None
         self._write(plan, row.slot, row.start, row.prompt_ids.tolist())
         slot.position = row.start + len(row.prompt_ids)
         if not row.samples:
@@ -246,6 +275,7 @@ class FakeExecutor:
         for position, token_id in enumerate(token_ids, start):
             page = plan.page_table[slot, position // self.page_size]
             assert page >= 0, f"position {position} of slot {slot} has no page"
+            assert (plan.page_table == page).sum() == 1, "a page that two slots have is written"
             self._cache[page, position % self.page_size] = token_id
 
     def _read(self, plan: StepPlan, slot: int, num_tokens: int) -> list[int]:

@@ -42,6 +42,7 @@ def executors(draw: st.DrawFn) -> FakeExecutor:
         num_slots=num_slots,
         draft_len=draft_len,
         buckets=buckets,
+        num_snapshots=draw(st.sampled_from([0, 1, 5])),
         page_size=page_size,
         num_pages=draw(st.integers(pages_of_one, 3 * pages_of_one)),
         max_model_len=max_model_len,
@@ -55,13 +56,17 @@ def executors(draw: st.DrawFn) -> FakeExecutor:
 def requests(draw: st.DrawFn, max_model_len: int) -> list[Request]:
     count = draw(st.integers(1, 10))
     made = []
+    # Prompts are unrelated, or begin alike and part somewhere.
+    parting = draw(st.sampled_from([0, 9, max_model_len]))
+    shared = [draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(parting)]
     for i in range(count):
         num_prompt = draw(st.integers(1, max_model_len - 1))
         rng = random.Random(draw(st.integers(0, 2**16)))
+        own = (rng.randrange(VOCAB_SIZE) for _ in range(num_prompt))
         made.append(
             make_request(
                 f"r{i}",
-                tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_prompt)),
+                (*shared, *own)[:num_prompt],
                 max_tokens=draw(st.integers(1, 30)),
                 min_tokens=draw(st.sampled_from([0, 0, 5])),
                 seed=rng.getrandbits(64),
@@ -69,6 +74,7 @@ def requests(draw: st.DrawFn, max_model_len: int) -> list[Request]:
                 stop_token_ids=draw(st.sampled_from([(), (3,), (3, 4)])),
                 logprobs=draw(st.sampled_from([None, None, 2])),
                 prompt_logprobs=draw(st.sampled_from([None, None, 1])),
+                presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
             )
         )
     return made

@@ -12,7 +12,8 @@ import pytest
 
 from dspark_jax.decode.effort import Effort
 from dspark_jax.decode.packing import PackedPlan, PackedRows
-from dspark_jax.decode.state import DecodeState
+from dspark_jax.decode.rings import Rings
+from dspark_jax.decode.state import DecodeState, TokenCounts
 from dspark_jax.decode.step import ModelParams
 from dspark_jax.model.cache import PageGeometry
 from dspark_jax.serving.executor import Executor
@@ -29,7 +30,9 @@ class Programs:
         self.row_buckets = row_buckets
         self.efforts = efforts
         self.draft_len = CFG.draft.block_size if CFG.draft and row_buckets else 0
+        self.num_snapshots = 2
         self.ran: list[tuple[str, int, Effort]] = []
+        self.copied: list[str] = []
 
     def verify(
         self, leaves: Any, state: DecodeState, plan: PackedPlan, effort: Effort
@@ -44,6 +47,20 @@ class Programs:
     ) -> tuple[DecodeState, Any]:
         self._note("draft", len(rows.ints), effort, rows)
         return state.replace(anchors=state.anchors + 1), jnp.zeros((len(rows.ints), self.draft_len))
+
+    def save(self, snapshots: Rings, rings: Rings, *, slot: int, place: int) -> Rings:
+        self.copied.append("save")
+        return snapshots
+
+    def restore(self, rings: Rings, snapshots: Rings, *, slot: int, place: int) -> Rings:
+        self.copied.append("restore")
+        return rings
+
+    def set_counts(
+        self, counts: TokenCounts, slot: int, output: np.ndarray, prompt: np.ndarray
+    ) -> TokenCounts:
+        self.copied.append("counts")
+        return counts
 
     def _note(self, half: str, size: int, effort: Effort, rows: PackedRows) -> None:
         assert 0 < np.count_nonzero(np.asarray(rows.ints)[:, 0] >= 0) <= size
@@ -81,6 +98,7 @@ def test_every_program_runs_once_at_start(
     sizes = [("verify", b) for b in buckets] + [("draft", r) for r in row_buckets]
     expected = [(*size, effort) for size in sizes for effort in efforts]
     assert sorted(programs.ran) == sorted(expected)
+    assert programs.copied == ["save", "restore", "counts"]
     for left, empty in zip(
         jax.tree.leaves(executor.state), jax.tree.leaves(executor.fresh_state()), strict=True
     ):

@@ -60,6 +60,7 @@ class Programs:
     """In place of the compiled ones: every row draws `TOKEN` and accepts nothing."""
 
     draft_len = DRAFT_LEN
+    num_snapshots = 0
     row_buckets = (NUM_SLOTS,)
     efforts = (Effort.AS_NEEDED,)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dspark_jax.serving.pages import PageAllocator
 from dspark_jax.serving.policy import StepSize
+from dspark_jax.serving.prefix_cache import PrefixCache
 from dspark_jax.serving.scheduler import Schedule, Scheduler
 from dspark_jax.serving.sequence import Sequence, Status
 from dspark_jax.serving.step import mark_dispatched
@@ -24,7 +24,7 @@ def make_scheduler(**changes) -> Scheduler:
         max_model_len=MAX_MODEL_LEN,
         draft_cap=3,
         min_depth=3,
-        pages=PageAllocator(64, page_size=4),
+        pages=PrefixCache(64, page_size=4),
     )
     return Scheduler(**(fields | changes))
 
@@ -36,6 +36,7 @@ def make_sequence(request_id: str = "r", num_prompt: int = 3, **sampling) -> Seq
 
 def dispatch(scheduler: Scheduler, number: int = 0, *, drafts: bool = True) -> Schedule:
     schedule = scheduler.schedule()
+    scheduler.on_dispatch(schedule)
     mark_dispatched(schedule, StepSize(schedule.max_budget, drafts=drafts), number)
     return schedule
 
@@ -140,7 +141,7 @@ def test_drafts_stop_at_the_limit_of_the_request() -> None:
 
 
 def test_pages_cover_what_two_steps_in_flight_can_write() -> None:
-    pages = PageAllocator(64, page_size=1)
+    pages = PrefixCache(64, page_size=1)
     scheduler = make_scheduler(pages=pages, num_slots=1, max_num_batched_tokens=4)
     sequence = make_sequence(num_prompt=4)
     scheduler.add(sequence)
@@ -155,7 +156,7 @@ def test_pages_cover_what_two_steps_in_flight_can_write() -> None:
 
 def test_the_youngest_is_preempted_and_waits_for_its_steps() -> None:
     preempted: list[Sequence] = []
-    pages = PageAllocator(8, page_size=4)
+    pages = PrefixCache(8, page_size=4)
     scheduler = make_scheduler(pages=pages, draft_cap=0, on_preempt=preempted.append)
     old, young = make_sequence("old", 13, max_tokens=16), make_sequence("young", 13, max_tokens=16)
     scheduler.add(old)
@@ -179,7 +180,7 @@ def test_the_youngest_is_preempted_and_waits_for_its_steps() -> None:
 
 
 def test_a_preempted_request_is_fed_prompt_and_output_before_any_newcomer() -> None:
-    pages = PageAllocator(4, page_size=4)
+    pages = PrefixCache(4, page_size=4)
     scheduler = make_scheduler(pages=pages, draft_cap=0)
     old, young = make_sequence("old", 6, max_tokens=8), make_sequence("young", 6, max_tokens=8)
     scheduler.add(old)
@@ -250,7 +251,7 @@ def test_logit_rows_bound_the_budget() -> None:
 
 
 def test_a_request_that_never_fits_is_refused() -> None:
-    scheduler = make_scheduler(pages=PageAllocator(4, page_size=4))
+    scheduler = make_scheduler(pages=PrefixCache(4, page_size=4))
     scheduler.check(make_sequence(num_prompt=10, max_tokens=7))
     with pytest.raises(ValueError, match="needs 5 cache pages, there are 4"):
         scheduler.check(make_sequence(num_prompt=10, max_tokens=8))
