@@ -93,7 +93,13 @@ def scatter(ref: Any, *index: jax.Array | int, value: jax.Array, mask: jax.Array
 
 
 def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
-    """a [m, k] times b [k, n], or times b [n, k] transposed, in float32."""
+    """a [m, k] times b [k, n], or times b [n, k] transposed, in float32.
+
+    Raises:
+      ValueError: k is below 16: compiled, a shorter sum of 16-bit numbers counts its terms several times.
+    """
+    if a.shape[1] < 16:
+        raise ValueError(f"a product sums {a.shape[1]} terms; the matrix units take 16 at least")
     contract = (((1,), (1 if transpose_b else 0,)), ((), ()))
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(

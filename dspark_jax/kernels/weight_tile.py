@@ -33,21 +33,22 @@ from dspark_jax.kernels.quantized import (
 from dspark_jax.kernels.triton import dot
 
 QUARTERS = 4
-"""Parts of the input columns beside fp4, see `quarter_columns`."""
+"""Parts of the input columns beside fp4: the first columns of every four, the second, the third, the fourth."""
 
-# A nibble s e e m moved into an e4m3 byte is its value times 2**-6, subnormal 0.5 included. Of two words: place
-# the low or the high nibbles of all four bytes, convert one word's two, multiply by the scale, which carries 2**6.
-# The assembler finds what the quarters have in common.
-_PLACE = ("shl.b32 t, $1, 4; shl.b32 u, $1, 2;", "mov.b32 t, $1; shr.b32 u, $1, 2;")
+# A nibble s e e m moved into an e4m3 byte is its value times 2**-6, subnormal 0.5 included. Of two words: bring
+# their first bytes together and their second ones, place the low or the high nibbles of all four, convert two,
+# multiply by the scale, which carries 2**6. The assembler finds what the quarters have in common.
+_PLACE = ("shl.b32 t, p, 4; shl.b32 u, p, 2;", "mov.b32 t, p; shr.b32 u, p, 2;")
 _DECODE = """{{
 .reg .b32 t, u, p;
 .reg .b16 a, b;
+prmt.b32 p, $1, $1, 0x3120;
 {place}
 and.b32 t, t, 0x80808080;
 and.b32 u, u, 0x1c1c1c1c;
 or.b32 t, t, u;
 mov.b32 {{a, b}}, t;
-cvt.rn.f16x2.e4m3x2 p, {word};
+cvt.rn.f16x2.e4m3x2 p, {byte};
 mul.rn.f16x2 $0, p, $2;
 }}"""
 
@@ -104,19 +105,7 @@ def operand(x: jax.Array, weight: Weight) -> jax.Array:
     x = x.astype(operand_dtype(weight))
     if not isinstance(weight, Fp4Weight):
         return x
-    *lead, inner = x.shape
-    # Pair of words, word, byte, nibble: see `quarter_columns`.
-    split = x.reshape(*lead, inner // 8, 2, 2, 2)
-    split = jnp.moveaxis(split, (-1, -3), (0, 1))
-    return split.reshape(QUARTERS, *lead, inner // QUARTERS)
-
-
-def quarter_columns(quarter: Any, place: Any) -> Any:
-    """Input columns at places 0..K/4 - 1 of a quarter 0..3: integers, or arrays that broadcast.
-
-    A quarter has the low (0, 1) or the high nibbles (2, 3) of the first or second word of every two, byte by byte.
-    """
-    return 8 * (place // 2) + 4 * (quarter % 2) + 2 * (place % 2) + quarter // 2
+    return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, QUARTERS), -1, 0)
 
 
 def operand_dtype(weight: Weight) -> Any:
@@ -201,8 +190,8 @@ def _fp4_step(load_x, refs, lead, columns, depth, interpret):
     packed, scale = refs
     word_depth = min(depth, FP4_WORD)  # of the columns whose scales share a word
     num_places, num_runs = word_depth // QUARTERS, word_depth // FP4_RUN
-    if not num_runs:
-        raise ValueError(f"fp4 weights need input columns in multiples of {FP4_RUN}")
+    if num_places < 16:
+        raise ValueError("fp4 weights need input columns in multiples of 64, sixteen per quarter")
     decode = _decode_plainly if interpret else _decode
 
     def word_step(i, total):
@@ -255,7 +244,7 @@ def _assembled(text: str, word: jax.Array) -> jax.Array:
 def _decode(codes: jax.Array, factor: jax.Array, quarter: int) -> jax.Array:
     """float16 values of a quarter of the codes in int16 words times 2**-6 times `factor`, all of one shape."""
     (values,) = plt.elementwise_inline_asm(
-        _DECODE.format(place=_PLACE[quarter // 2], word="ab"[quarter % 2]),
+        _DECODE.format(place=_PLACE[quarter % 2], byte="ab"[quarter // 2]),
         args=[codes, factor],
         constraints="=r,r,r",
         pack=2,
@@ -266,8 +255,7 @@ def _decode(codes: jax.Array, factor: jax.Array, quarter: int) -> jax.Array:
 
 def _decode_plainly(codes: jax.Array, factor: jax.Array, quarter: int) -> jax.Array:
     """`_decode` without assembly, for interpreted runs."""
-    word = codes.astype(jnp.int32).reshape(codes.shape[0], -1, 2)[:, :, quarter % 2, None]
-    code = (word >> (8 * jnp.arange(2) + 4 * (quarter // 2))).reshape(codes.shape)
+    code = codes.astype(jnp.int32) >> 4 * quarter
     bits = (code & 8) << 12 | (code & 7) << 9  # value * 2**-14 as the bits of a float16
     value = lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.float16)
     return value * jnp.float16(2**8) * factor

@@ -44,7 +44,7 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 64,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 64,
     "num_hash_layers": 1,
     "dspark_block_size": 3,
     "dspark_noise_token_id": 63,

@@ -31,6 +31,9 @@ def expert_mlp(
 
     Returns:
       float32 [T, M].
+
+    Raises:
+      ValueError: M or F is no multiple of 16, or of packed fp4 none of 64 (Pallas only).
     """
     if dispatch.backend is Backend.PALLAS:
         from dspark_jax.kernels.expert_mlp.pallas_triton import expert_mlp_pallas

@@ -29,7 +29,6 @@ from dspark_jax.kernels.weight_tile import (
     operand_dtype,
     power_of_two_factor,
     product,
-    quarter_columns,
     reachable,
     weight_arrays,
     weight_bits,
@@ -56,7 +55,7 @@ def default_tile(*, assignments: int, experts: int, bits: int, capability: int) 
     """
     del capability
     few = assignments <= 12 * experts
-    rows = 16 if few else 32 if assignments <= 24 * experts else 64
+    rows = 16 if few else 32 if assignments <= (48 if bits == 4 else 24) * experts else 64
     if bits == 4 and few:
         return Tile(rows, columns=128, depth=256, warps=4, stages=2)
     depth = 128 if bits <= 8 else 64
@@ -173,7 +172,7 @@ def _gate_up(
         j = jnp.arange(2 * half)
         within = j % half
         if quartered:
-            within = quarter_columns(within // (half // QUARTERS), within % (half // QUARTERS))
+            within = within % (half // QUARTERS) * QUARTERS + within // (half // QUARTERS)
         column = block * half + within + jnp.where(j < half, 0, width)
 
         def load_x(*index):

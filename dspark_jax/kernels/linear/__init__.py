@@ -30,7 +30,7 @@ def stacked_linear(
       [T, G, N] in the dtype of x.
 
     Raises:
-      ValueError: N or K is no multiple of 16 (Pallas only).
+      ValueError: N or K is no multiple of 16, or K of packed fp4 none of 64 (Pallas only).
     """
     if dispatch.backend is Backend.PALLAS:
         from dspark_jax.kernels.linear.pallas_triton import stacked_linear_pallas

@@ -31,6 +31,7 @@ TEST_CASES = (
     Case("blocks", 5, 256, 256, "fp8"),
     Case("groups", 3, 128, 256, "fp8", groups=2),
     Case("runs", 5, 48, 64, "fp4"),
+    Case("odd_words", 5, 48, 192, "fp4"),
 )
 
 FLASH = {
