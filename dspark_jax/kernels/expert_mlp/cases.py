@@ -44,7 +44,7 @@ TEST_CASES = (
     Case("padding_only", 0, padding=3, storage="plain", **TINY),
     Case("skewed", 21, padding=2, storage="plain", routing="one", **TINY),
     Case("uneven", 19, storage="fp8", limit=0.3, **TINY),
-    Case("uneven", 19, padding=2, storage="fp4", **TINY | {"width": 64}),
+    Case("uneven", 19, padding=2, storage="fp4", experts=4, model=64, width=64, k=2),
     Case("odd_words", 19, storage="fp4", experts=3, model=192, width=64, k=2),
     Case("wide_runs", 5, storage="fp4", experts=3, model=256, width=64, k=2),
     Case("wide_blocks", 5, storage="fp8", experts=3, model=256, width=128, k=2),
