@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dspark_jax.kernels.rows import ROW_BLOCK, Fp8Rows
+from dspark_jax.kernels.rows import ROW_BLOCK, Fp8Keys, Fp8Rows
 from dspark_jax.kernels.triton import gather
 
 
@@ -60,8 +60,8 @@ def whole_part(first: int, count: int) -> Part:
 
 
 def tile_dtype(stored: Any, queries: Any) -> Any:
-    """Dtype in which rows and queries meet, for queries of dtype `queries`."""
-    if not isinstance(stored, Fp8Rows):
+    """Dtype in which rows or keys meet queries of dtype `queries`."""
+    if not isinstance(stored, Fp8Rows | Fp8Keys):
         return stored.dtype
     return jnp.float32 if queries == jnp.float32 else jnp.float16
 

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.row_tile import tile_dtype
 from dspark_jax.kernels.rows import Fp8Keys, Keys
 from dspark_jax.kernels.triton import dot, gather, loop, scatter, triton_call
 
@@ -136,7 +137,7 @@ def score(
         partial(_score, keys=keys, k=k),
         begins,
         layer,
-        q.astype(_operand_dtype(index_keys, q.dtype)),
+        q.astype(tile_dtype(index_keys, q.dtype)),
         head_weights,
         index_keys,
         page_table,
@@ -151,17 +152,9 @@ def score(
     )
 
 
-def _operand_dtype(index_keys: Keys, queries: Any) -> Any:
-    """Dtype in which keys meet queries of dtype `queries`."""
-    codes = _codes(index_keys)
-    if codes.dtype.itemsize > 1:
-        return codes.dtype
-    return jnp.float32 if queries == jnp.float32 else jnp.float16
-
-
 def _key_bytes(index_keys: Keys, queries: Any) -> int:
     """What `default_score_tile` goes by."""
-    is_wide = _operand_dtype(index_keys, queries) == jnp.float32
+    is_wide = tile_dtype(index_keys, queries) == jnp.float32
     return 4 if is_wide else _codes(index_keys).dtype.itemsize
 
 
