@@ -6,7 +6,7 @@ import jax
 from flax import struct
 
 from dspark_jax.config import ConfigError, ModelConfig
-from dspark_jax.kernels.quantized import Weight, by_column, split_stack
+from dspark_jax.kernels.quantized import Weight, by_column
 from dspark_jax.model.params import (
     Block,
     HyperHead,
@@ -61,20 +61,6 @@ def context_params(params: DraftParams) -> DraftParams:
         g_main=params.g_main,
         stages=jax.tree.map(lambda leaf: None, stages).replace(w_kv=stages.w_kv, g_kv=stages.g_kv),
     )
-
-
-def draft_by_stage(params: DraftParams) -> DraftParams:
-    """The same drafter, which may be abstract; experts split by stage where kernels do not reach a whole stack."""
-    # Only here, because it loads Pallas, which a CPU does without.
-    from dspark_jax.kernels.weight_tile import is_reachable
-
-    stages = params.stages
-    split = {
-        name: split_stack(stack)
-        for name, stack in (("w_gate_up", stages.w_gate_up), ("w_down", stages.w_down))
-        if not is_reachable(stack)
-    }
-    return params.replace(stages=stages.replace(**split))
 
 
 def draft_by_column(params: DraftParams) -> DraftParams:

@@ -8,7 +8,6 @@ coalesced load. A CPU keeps neither: it holds matrices by column, two bytes a va
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -70,32 +69,6 @@ class ColumnWeight(struct.PyTreeNode):
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix that is meant."""
         return (*self.bits.shape[:-2], self.bits.shape[-1], self.bits.shape[-2])
-
-
-class SplitStack(struct.PyTreeNode):
-    """A stack [L, ...] as L stacks of one layer each, for a layer index known when a program is traced.
-
-    Kernels do not reach all of a stack of 2 to 4 GiB (`addressing.is_addressable`) and would have a layer copied
-    out of it in every step.
-    """
-
-    parts: tuple[Weight, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the stack that is meant."""
-        return (len(self.parts), *self.parts[0].shape[1:])
-
-
-def split_stack(stack: Weight) -> Any:
-    """A stack, which may be abstract, as `SplitStack`, typed as the stack whose place it takes in a tree."""
-
-    def part(layer: int) -> Weight:
-        cut = partial(jax.tree.map, lambda leaf: leaf[layer : layer + 1])
-        is_abstract = isinstance(jax.tree.leaves(stack)[0], jax.ShapeDtypeStruct)
-        return jax.eval_shape(cut, stack) if is_abstract else cut(stack)
-
-    return SplitStack(tuple(part(layer) for layer in range(stack.shape[0])))
 
 
 def exponent_to_scale(exponent: jax.Array) -> jax.Array:

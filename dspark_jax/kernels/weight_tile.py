@@ -26,7 +26,6 @@ from dspark_jax.kernels.quantized import (
     FP8_BLOCK,
     Fp4Weight,
     Fp8Weight,
-    SplitStack,
     Weight,
     take,
 )
@@ -81,20 +80,13 @@ def weight_bits(weight: Weight) -> int:
     return 4 if isinstance(weight, Fp4Weight) else 8 * weight_arrays(weight)[0].dtype.itemsize
 
 
-def is_reachable(stack: Weight) -> bool:
-    """Whether kernels can read all of a stack where it lies."""
-    return all(is_addressable(array) for array in weight_arrays(stack))
-
-
-def reachable(stack: Weight | SplitStack, layer: jax.Array | int) -> tuple[Weight, jax.Array]:
+def reachable(stack: Weight, layer: jax.Array | int) -> tuple[Weight, jax.Array]:
     """A stack and the index of a layer, int32 [1], as a kernel takes them.
 
     Of a stack with more one-byte elements than offsets reach (2**31 to 2**32: 61 layers of Pro's w_o_a) the layer
-    is cut out, which costs a copy, unless it has been split at start.
+    is cut out, which costs a copy.
     """
-    if isinstance(stack, SplitStack):
-        return reachable(stack.parts[int(layer)], 0)
-    if not is_reachable(stack):
+    if not all(is_addressable(array) for array in weight_arrays(stack)):
         cut: Weight = jax.tree.map(lambda leaf: leaf[None], take(stack, (layer,)))
         stack, layer = cut, 0
     return stack, jnp.asarray(layer, jnp.int32).reshape(1)

@@ -137,7 +137,7 @@ class Executor:
             target, draft = dummy_params(
                 setup.model_config, **setup.storage, seed=config.seed, progress=True
             )
-            params = ModelParams(target, setup.reachable(draft))
+            params = ModelParams(target, draft)
         else:
             model_config, target, draft = load_checkpoint(
                 config.model_folder,
@@ -148,7 +148,7 @@ class Executor:
             )
             if not setup.on_gpu:
                 target, draft = params_by_column(target), draft and draft_by_column(draft)
-            params = ModelParams(target, setup.reachable(draft))
+            params = ModelParams(target, draft)
             setup = dataclasses.replace(setup, model_config=model_config)
             geometry = setup.lay_out(params)
             executables = setup.executables(geometry)

@@ -21,7 +21,6 @@ from dspark_jax.decode.state import DecodeState, init_state
 from dspark_jax.decode.step import ModelParams
 from dspark_jax.decode.synthetic import pack_profile
 from dspark_jax.decode.verify import Method
-from dspark_jax.draft.params import DraftParams, draft_by_stage
 from dspark_jax.kernels.dispatch import default_dispatch
 from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import PageGeometry
@@ -158,12 +157,7 @@ class Setup:
 
     def abstract_params(self) -> ModelParams:
         """Weights as a released checkpoint stores them, without memory."""
-        target, draft = abstract_params(self.model_config, **self.storage)
-        return ModelParams(target, self.reachable(draft))
-
-    def reachable(self, draft: DraftParams | None) -> DraftParams | None:
-        """The drafter, which may be abstract, as this device's kernels reach all of it."""
-        return draft_by_stage(draft) if draft is not None and self.on_gpu else draft
+        return ModelParams(*abstract_params(self.model_config, **self.storage))
 
     def abstract_state(self, geometry: PageGeometry) -> DecodeState:
         """The state of empty slots, without memory."""

@@ -19,7 +19,7 @@ from dspark_jax.decode.row_layout import NUM_FLOATS, NUM_INTS
 from dspark_jax.decode.state import init_state
 from dspark_jax.decode.step import ModelParams, verify_step
 from dspark_jax.decode.verify import Method
-from dspark_jax.draft.params import draft_by_stage, draft_specs
+from dspark_jax.draft.params import draft_specs
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.rows import RowFormat
 from dspark_jax.model.cache import PageGeometry
@@ -85,7 +85,7 @@ def steps(
     """Both halves of a step over quantised weights, as a GPU serves them: name -> function, abstract arguments."""
     params = ModelParams(
         target=abstract_tree(param_specs(cfg), cfg),
-        draft=draft_by_stage(abstract_tree(draft_specs(cfg), cfg)),
+        draft=abstract_tree(draft_specs(cfg), cfg),
     )
     state = jax.eval_shape(
         lambda: init_state(

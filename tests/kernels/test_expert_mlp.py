@@ -10,7 +10,7 @@ from dspark_jax.kernels.dispatch import Backend, Dispatch
 from dspark_jax.kernels.expert_mlp import expert_mlp
 from dspark_jax.kernels.expert_mlp.cases import TEST_CASES, Case, make
 from dspark_jax.kernels.expert_mlp.plan import make_plan
-from dspark_jax.kernels.quantized import pack_fp4_scale, split_stack, unpack_fp4_scale
+from dspark_jax.kernels.quantized import pack_fp4_scale, unpack_fp4_scale
 from tests.parity.compare import FLOAT32_OP, Tolerance, assert_close
 from tests.seeds import fresh_seed
 
@@ -29,18 +29,6 @@ def test_against_reference(case: Case) -> None:
     expected = expert_mlp(**clean, dispatch=Dispatch())
     out = expert_mlp(**arguments, dispatch=INTERPRETED)
     assert_close(out, expected, FLOAT32_OP if plain else FLOAT16_OPERANDS, case.name)
-
-
-@pytest.mark.parametrize("storage", ["plain", "fp8", "fp4"])
-def test_a_split_stack_gives_what_the_stack_gives(storage: str) -> None:
-    case = next(case for case in TEST_CASES if case.storage == storage)
-    plain = storage == "plain"
-    arguments = make(case, fresh_seed(), jnp.float32 if plain else jnp.bfloat16)
-    layer = int(arguments["layer"])
-    split = {name: split_stack(arguments[name]) for name in ("w_gate_up", "w_down")}
-    assert split["w_down"].shape == arguments["w_down"].shape
-    out = expert_mlp(**arguments | split | {"layer": layer}, dispatch=INTERPRETED)
-    np.testing.assert_array_equal(out, expert_mlp(**arguments, dispatch=INTERPRETED))
 
 
 @pytest.mark.parametrize("rows", [2, 16])
