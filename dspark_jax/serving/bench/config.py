@@ -216,7 +216,9 @@ class SweepConfig(LoadConfig):
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Numbers of requests in flight; give the server a --max-num-seqs that holds the largest."""
     prompts_per_stream: int | None = None
-    """At concurrency c send min(--num-prompts, c times this), so that small c don't take hours."""
+    """At concurrency c send c times this, at most --num-prompts, so that small c don't take hours."""
+    min_prompts: int = 1
+    """With --prompts-per-stream, at least as many: else a point of few requests measures chance."""
     num_warmups: int | None = None
     """Requests sent before each point; by default as many as are in flight at that point."""
     warmup_output_len: int = 32
@@ -236,8 +238,8 @@ class SweepConfig(LoadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_positive(self, "repeats")
-        _require_positive(self, "warmup_output_len")
+        for name in ("repeats", "warmup_output_len", "min_prompts"):
+            _require_positive(self, name)
         if not self.concurrency or min(self.concurrency) < 1:
             raise FlagError(f"--concurrency must be positive: {self.concurrency}")
         own = {"--host", "--port", "--api-key", "--speculative-config"}

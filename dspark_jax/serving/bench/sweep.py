@@ -152,7 +152,7 @@ async def _run_point(
         RuntimeError: a warm-up request failed, or the server ended during the measurement.
     """
     if config.prompts_per_stream is not None:
-        prompts = prompts[: concurrency * config.prompts_per_stream]
+        prompts = prompts[: max(concurrency * config.prompts_per_stream, config.min_prompts)]
     num_warmups = concurrency if config.num_warmups is None else config.num_warmups
     if repeat == 0 and num_warmups:
         short = [

@@ -136,6 +136,12 @@ def test_small_concurrencies_may_send_fewer(tmp_path):
     assert [p["summary"]["num_prompts"] for p in _saved(tmp_path)["points"]] == [2, 4]
 
 
+def test_points_of_few_requests_have_enough_prompts(tmp_path):
+    flags = ["--arms", "none", "--prompts-per-stream", "1", "--min-prompts", "3"]
+    assert main(_flags(tmp_path, "--no-plots", *flags)) == 0
+    assert [p["summary"]["num_prompts"] for p in _saved(tmp_path)["points"]] == [3, 3]
+
+
 def test_a_broken_arm_is_reported_and_the_others_measured(tmp_path, capsys):
     flags = _flags(tmp_path, "--no-plots", "--arms", "fixed-1", "adaptive")
     assert main([*flags, "--broken-arm", "1"]) == 1
