@@ -14,10 +14,15 @@ class DraftMode(enum.Enum):
     SKIP = "skip"  # no drafter in this step
 
 
-_LARGEST_GAIN = 0.2  # of one decision, either way
+# Of one decision, either way. Wide enough for one request, whose decisions scatter by half a step's time: cut to
+# less, the many that lose a little outweigh the few that gain much.
+_LARGEST_GAIN = 1.0
 _PROBE_WEIGHT = 0.25
+# A decision for fewer requests tells less by as much: of one request, drafts pay in some passages and not in
+# others, and a rest outlasts the passage.
+_FEW_REQUESTS = 4
 # What drafts are thought to gain before any decision: else the first two bad ones of a new load would end it.
-_FIRST_GAIN = 0.05
+_FIRST_GAIN = 0.1
 
 
 @dataclass
@@ -60,7 +65,7 @@ class DraftSkipper:
     ) -> None:
         """
         Args:
-            memory: decisions that the running mean remembers.
+            memory: decisions that the running mean remembers; of less than four requests, more.
             margin: mean loss, as a share of an ordinary step's time, at which the drafter stops.
             probe_interval: steps without the drafter before the first probe.
             max_probe_interval: bound of the doubling.
@@ -141,11 +146,12 @@ class DraftSkipper:
             self.mode = DraftMode.SKIP
 
     def _judge(self, decision: BudgetDecision) -> None:
-        # Requests without history count as certain, which predicts a gain of several times.
         gain = min(max(decision.gain, -_LARGEST_GAIN), _LARGEST_GAIN)
         is_probe = self.mode is DraftMode.PROBE
         # A probe has few decisions to speak through.
-        weight = max(_PROBE_WEIGHT, 1 / self.memory) if is_probe else 1 / self.memory
+        weight = min(1.0, decision.num_sampling / _FEW_REQUESTS) / self.memory
+        if is_probe:
+            weight = max(_PROBE_WEIGHT, weight)
         load = self._load
         load.gain += weight * (gain - load.gain)
         if is_probe and load.gain >= 0.0:

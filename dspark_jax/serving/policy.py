@@ -256,7 +256,8 @@ def without_belief(
     """The decision as if requests without history did as the others do, for whoever asks whether drafts pay.
 
     For its size they count as certain, which is one step's matter. In a stream of short answers there is always
-    some such request, and drafting would seem to pay where it does not.
+    some such request, and drafting would seem to pay where it does not. Where no request has a history the
+    decision tells nothing: it is given as one to which no drafts were offered.
 
     Args:
         decision: as `choose_budget` took it.
@@ -266,8 +267,10 @@ def without_belief(
     """
     num_offering = int(np.count_nonzero(draft_caps))
     num_known = int(np.count_nonzero(draft_caps[~is_believed]))
-    if num_known in (0, num_offering):
+    if num_known == num_offering:
         return decision
+    if not num_known:
+        return dataclasses.replace(decision, num_draft_tokens=0)
     believed = min(decision.budget, int(draft_caps[is_believed].sum())) * min(ratio, 1.0)
     known = decision.predicted_tokens - decision.num_sampling - believed
     tokens = decision.num_sampling + max(known, 0.0) * num_offering / num_known

@@ -144,7 +144,8 @@ def test_whether_drafts_pay_is_judged_by_requests_with_a_history() -> None:
     assert decision.predicted_tokens == pytest.approx(2 + DRAFT_LEN + of_one)
     judged = without_belief(decision, caps, np.array([False, True]), 1.0)
     assert judged.predicted_tokens == pytest.approx(2 + 2 * of_one)
-    assert without_belief(decision, caps, np.ones(2, bool), 1.0) is decision
+    assert without_belief(decision, caps, np.zeros(2, bool), 1.0) is decision
+    assert without_belief(decision, caps, np.ones(2, bool), 1.0).num_draft_tokens == 0
 
 
 def test_what_ended_requests_would_have_accepted_is_not_held_against_the_drafter() -> None:
@@ -199,7 +200,7 @@ def test_adaptive_counts_prompt_tokens_but_not_their_request() -> None:
 
 
 def test_drafter_rests_while_ordinary_decoding_is_faster_and_is_probed() -> None:
-    skipper = DraftSkipper(memory=4, probe_interval=3, max_probe_interval=8, probe_len=1)
+    skipper = DraftSkipper(memory=8, probe_interval=3, max_probe_interval=8, probe_len=1)
     policy = adaptive(flat_cost(verify_ms=1.0, draft_ms=50.0), skipper)
     for serial in range(3):
         record(policy, serial, 0.1, 0.1)
