@@ -66,14 +66,11 @@ async def ask_all(
 async def measure(options: PrefixOptions) -> int:
     """The same prompts to a server that caches prefixes and to one that does not; the exit status."""
     tokenizer = load_tokenizer(options.model_folder)
-    passages = [
-        held_out_passages(tokenizer, 1 + options.num_questions, length)
-        for length in options.prefix_len
-    ]
-    groups = [
-        [prefix + question[: options.question_len] for question in questions]
-        for prefix, *questions in passages
-    ]
+    groups = []
+    for number, length in enumerate(options.prefix_len):
+        passages = held_out_passages(tokenizer, 1 + options.num_questions, length)
+        prefix = passages.pop(number)  # another one in every group
+        groups.append([prefix + question[: options.question_len] for question in passages])
     cached = await ask_all(options, groups, "--enable-prefix-caching")
     fed = await ask_all(options, groups, "--no-enable-prefix-caching")
     rows: list[dict[str, Any]] = []
