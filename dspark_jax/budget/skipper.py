@@ -1,6 +1,7 @@
 """When to stop running the drafter, and when to look again."""
 
 import enum
+import math
 from dataclasses import dataclass
 
 from dspark_jax.budget.optimizer import BudgetDecision
@@ -14,8 +15,9 @@ class DraftMode(enum.Enum):
     SKIP = "skip"  # no drafter in this step
 
 
-# Of one decision, either way. Wide enough for one request, whose decisions scatter by half a step's time: cut to
-# less, the many that lose a little outweigh the few that gain much.
+# Of one decision for one request, either way; of n requests, whose chances even out, the root of n less. Wide
+# enough for one, whose decisions scatter by half a step's time: cut to less, the many that lose a little outweigh
+# the few that gain much.
 _LARGEST_GAIN = 1.0
 _PROBE_WEIGHT = 0.25
 # A decision for fewer requests tells less by as much: of one request, drafts pay in some passages and not in
@@ -146,7 +148,8 @@ class DraftSkipper:
             self.mode = DraftMode.SKIP
 
     def _judge(self, decision: BudgetDecision) -> None:
-        gain = min(max(decision.gain, -_LARGEST_GAIN), _LARGEST_GAIN)
+        largest = _LARGEST_GAIN / math.sqrt(decision.num_sampling)
+        gain = min(max(decision.gain, -largest), largest)
         is_probe = self.mode is DraftMode.PROBE
         # A probe has few decisions to speak through.
         weight = min(1.0, decision.num_sampling / _FEW_REQUESTS) / self.memory

@@ -200,7 +200,7 @@ def test_adaptive_counts_prompt_tokens_but_not_their_request() -> None:
 
 
 def test_drafter_rests_while_ordinary_decoding_is_faster_and_is_probed() -> None:
-    skipper = DraftSkipper(memory=8, probe_interval=3, max_probe_interval=8, probe_len=1)
+    skipper = DraftSkipper(memory=6, probe_interval=3, max_probe_interval=8, probe_len=1)
     policy = adaptive(flat_cost(verify_ms=1.0, draft_ms=50.0), skipper)
     for serial in range(3):
         record(policy, serial, 0.1, 0.1)
