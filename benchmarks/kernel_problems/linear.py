@@ -42,7 +42,7 @@ def _linear(tokens: int, storage: str, dispatch: Dispatch) -> Problem:
             tokens=tokens,
             outputs=outputs * groups,
             inner=inner,
-            plain=storage == "plain",
+            bits=16 if storage == "plain" else 8,
             capability=dispatch.capability,
         )
 

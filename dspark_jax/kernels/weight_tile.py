@@ -29,7 +29,7 @@ from dspark_jax.kernels.quantized import (
     Weight,
     take,
 )
-from dspark_jax.kernels.triton import dot
+from dspark_jax.kernels.triton import dot, multiply_add
 
 QUARTERS = 4
 """Parts of the input columns beside fp4: the first columns of every four, the second, the third, the fourth."""
@@ -124,6 +124,7 @@ def product(
     depth: int,
     interpret: bool,
     part: tuple[jax.Array | int, int] = (0, 1),
+    weights_first: bool = False,
 ) -> jax.Array:
     """x times the rows `columns` of a stored matrix [N, K], transposed: float32 [rows, len(columns)].
 
@@ -133,19 +134,25 @@ def product(
       refs: of `weight_arrays`, stacked by the axes that `lead` indexes.
       inner: K. depth: the most input columns per iteration.
       part: (i, n) sums only the i-th of n equal parts of the input; n divides the number of iterations.
+      weights_first: fp8 weights become the first operand of the product, which the matrix units of SM90 take from
+        registers, as conversion leaves them. No effect on other weights.
     """
     depth = power_of_two_factor(inner, depth)
     if refs[0].dtype == jnp.int16:
         step = _fp4_step(load_x, refs, lead, columns, depth, interpret)
     elif len(refs) == 2:
         depth = min(depth, FP8_BLOCK)
-        step = _fp8_step(load_x, refs, lead, columns, depth)
+        step = _fp8_step(load_x, refs, lead, columns, depth, weights_first, interpret)
     else:
         step = _plain_step(load_x, refs, lead, columns, depth)
-    start = jnp.zeros((rows, columns.shape[0]), jnp.float32)
+    turned = weights_first and refs[0].dtype == jnp.float8_e4m3fn
+    shape = (columns.shape[0], rows) if turned else (rows, columns.shape[0])
     number, parts = part
     steps = inner // depth // parts
-    return lax.fori_loop(0, steps, lambda i, total: step(number * steps + i, total), start)
+    total = lax.fori_loop(
+        0, steps, lambda i, total: step(number * steps + i, total), jnp.zeros(shape, jnp.float32)
+    )
+    return total.T if turned else total
 
 
 def _load(ref: Any, lead: tuple[jax.Array, ...], rows: jax.Array, columns: jax.Array) -> jax.Array:
@@ -163,7 +170,7 @@ def _plain_step(load_x, refs, lead, columns, depth):
     return step
 
 
-def _fp8_step(load_x, refs, lead, columns, depth):
+def _fp8_step(load_x, refs, lead, columns, depth, weights_first, interpret):
     weight, scale = refs
     block = columns // FP8_BLOCK
 
@@ -173,7 +180,11 @@ def _fp8_step(load_x, refs, lead, columns, depth):
         place = (*lead, block, i * depth // FP8_BLOCK)
         exponent = plt.load(scale.at[tuple(jnp.broadcast_to(j, block.shape) for j in place)])
         factor = lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
-        return total + dot(load_x(k), w, transpose_b=True) * factor[None]
+        if weights_first:
+            value, factor = dot(w, load_x(k), transpose_b=True), factor[:, None]
+        else:
+            value, factor = dot(load_x(k), w, transpose_b=True), factor[None]
+        return multiply_add(value, factor, total, interpret=interpret)
 
     return step
 

@@ -17,10 +17,13 @@ from dspark_jax.kernels.linear.pallas_triton import (
     default_tile,
     stacked_linear_pallas,
 )
-from tests.parity.compare import FLOAT32_OP, Tolerance, assert_close
+from tests.parity.compare import Tolerance, assert_close
 from tests.seeds import fresh_seed
 
 INTERPRETED = Dispatch(Backend.PALLAS, interpret=True)
+SUMS = Tolerance(2e-5, 1e-5, 1e-10)
+"""float32 sums of 1024 terms in another order: the largest difference of 600 draws was 6e-6."""
+
 ROUNDED = Tolerance(2e-2, 1e-2, 2e-5)
 """Results are rounded to bfloat16, and so is the expanded matrix of the reference."""
 
@@ -32,21 +35,22 @@ def test_against_reference(case: Case) -> None:
     expected = stacked_linear(**arguments, dispatch=Dispatch())
     out = stacked_linear(**arguments, dispatch=INTERPRETED)
     assert out.dtype == arguments["x"].dtype
-    assert_close(out, expected, FLOAT32_OP if plain else ROUNDED, case.name)
+    assert_close(out, expected, SUMS if plain else ROUNDED, case.name)
 
 
 @pytest.mark.parametrize(
     ("storage", "depth"), [("plain", 64), ("fp8", 64), *(("fp4", d) for d in (64, 128, 256))]
 )
 @pytest.mark.parametrize("splits", [1, 4])
-def test_parts_of_the_sum(storage: str, depth: int, splits: int) -> None:
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_parts_of_the_sum(storage: str, depth: int, splits: int, weights_first: bool) -> None:
     """Beside fp4 a part begins within a word of scales or holds several."""
     case = Case("", 18, 32, 1024, storage)
     arguments = make(case, fresh_seed(), jnp.float32 if storage == "plain" else jnp.bfloat16)
-    tile = Tile(rows=16, columns=16, depth=depth, splits=splits, warps=4, stages=1)
+    tile = Tile(16, 16, depth, splits=splits, warps=4, stages=1, weights_first=weights_first)
     out = stacked_linear_pallas(**arguments, dispatch=INTERPRETED, tile=tile)
     expected = stacked_linear(**arguments, dispatch=Dispatch())
-    assert_close(out, expected, FLOAT32_OP if storage == "plain" else ROUNDED)
+    assert_close(out, expected, SUMS if storage == "plain" else ROUNDED)
 
 
 def test_fp4_needs_whole_quarters() -> None:
@@ -60,7 +64,7 @@ def test_fp4_needs_whole_quarters() -> None:
 def test_splits_divide_the_steps(tokens: int) -> None:
     for outputs, inner, groups in FLASH.values():
         tile = default_tile(
-            tokens=tokens, outputs=outputs * groups, inner=inner, plain=False, capability=90
+            tokens=tokens, outputs=outputs * groups, inner=inner, bits=8, capability=90
         )
         assert inner // tile.depth % tile.splits == 0, dataclasses.astuple(tile)
     for inner in (4 * 4096, 4 * 7168, 4 * 256):

@@ -37,13 +37,17 @@ from dspark_jax.kernels.weight_tile import (
 
 @dataclass(frozen=True)
 class Tile:
-    """Assignments by output columns by input columns of one tile, and the launch."""
+    """Assignments by output columns by input columns of one tile, and the launch.
+
+    `weights_first`: see `product`.
+    """
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
+    weights_first: bool = False
 
 
 def default_tile(*, assignments: int, experts: int, bits: int, capability: int) -> Tile:
@@ -59,7 +63,14 @@ def default_tile(*, assignments: int, experts: int, bits: int, capability: int) 
     if bits == 4 and few:
         return Tile(rows, columns=128, depth=256, warps=4, stages=2)
     depth = 128 if bits <= 8 else 64
-    return Tile(rows, columns=128, depth=depth, warps=4, stages=4 if few else 3)
+    return Tile(
+        rows,
+        columns=128,
+        depth=depth,
+        warps=4,
+        stages=4 if few else 3,
+        weights_first=bits == 8 and rows == 64,
+    )
 
 
 def expert_mlp_pallas(
@@ -187,6 +198,7 @@ def _gate_up(
             rows=tile.rows,
             inner=x.shape[-1] * (QUARTERS if len(x.shape) == 3 else 1),
             depth=tile.depth,
+            weights_first=tile.weights_first,
             interpret=interpret,
         )
         gate, up = lax.split(both.reshape(tile.rows, 2, half), (1, 1), axis=1)
@@ -244,6 +256,7 @@ def _down(
             rows=tile.rows,
             inner=hidden.shape[-1] * (QUARTERS if len(hidden.shape) == 3 else 1),
             depth=tile.depth,
+            weights_first=tile.weights_first,
             interpret=interpret,
         )
         scatter(rows, assignment[:, None], column[None], value=value, mask=valid[:, None])

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.linear.reference import stacked_linear_reference
-from dspark_jax.kernels.quantized import Fp4Weight, Fp8Weight, Weight
+from dspark_jax.kernels.quantized import Weight
 from dspark_jax.kernels.triton import gather, multiprocessors, row_block, scatter, triton_call
 from dspark_jax.kernels.weight_tile import (
     QUARTERS,
@@ -27,6 +27,7 @@ from dspark_jax.kernels.weight_tile import (
     product,
     reachable,
     weight_arrays,
+    weight_bits,
 )
 
 MANY_TOKENS = 512
@@ -36,7 +37,10 @@ much as 400 TFLOP/s instead of 700 at about this many tokens."""
 
 @dataclass(frozen=True)
 class Tile:
-    """Tokens by rows of the matrix by input columns of one tile, parts of the sum, and the launch."""
+    """Tokens by rows of the matrix by input columns of one tile, parts of the sum, and the launch.
+
+    `weights_first`: see `product`.
+    """
 
     rows: int
     columns: int
@@ -44,21 +48,33 @@ class Tile:
     splits: int
     warps: int
     stages: int
+    weights_first: bool = False
 
 
-def default_tile(*, tokens: int, outputs: int, inner: int, plain: bool, capability: int) -> Tile:
-    """Tile for `tokens` tokens and a matrix [outputs, inner]; `plain` weights are two bytes wide or more.
+def default_tile(*, tokens: int, outputs: int, inner: int, bits: int, capability: int) -> Tile:
+    """Tile for `tokens` tokens and a matrix [outputs, inner] of weights of so many bits.
 
-    Columns, depth and stages are those that won for experts on an H200; SM100 and SM103 start from the same.
+    Measured on an H200; SM100 and SM103 start from the same sizes.
     """
     rows = row_block(tokens, 64)
     columns = power_of_two_factor(outputs, 128)
-    depth = power_of_two_factor(inner, 64 if plain else 128)
+    depth = power_of_two_factor(inner, 128 if bits <= 8 else 64)
+    weights_first = bits == 8 and rows == 64
+    if weights_first and tokens > 256:
+        rows = 128
     programs = pl.cdiv(tokens, rows) * outputs // columns
     wanted = max(1, min(16, multiprocessors(capability) // programs))
     # Splits divide the number of steps.
     splits = power_of_two_factor(inner // depth * 16, 16 * wanted) // 16
-    return Tile(rows, columns, depth, splits, warps=4, stages=4 if rows == 16 else 3)
+    return Tile(
+        rows,
+        columns,
+        depth,
+        splits,
+        warps=8 if weights_first else 4,
+        stages=4 if rows == 16 else 3,
+        weights_first=weights_first,
+    )
 
 
 def stacked_linear_pallas(
@@ -73,7 +89,7 @@ def stacked_linear_pallas(
         tokens=tokens,
         outputs=outputs * groups,
         inner=inner,
-        plain=not isinstance(stack, Fp4Weight | Fp8Weight),
+        bits=weight_bits(stack),
         capability=dispatch.capability,
     )
     columns = power_of_two_factor(outputs, tile.columns)
@@ -122,6 +138,7 @@ def _product(layer: Any, x: Any, *refs: Any, tile: Tile, columns: int, interpret
         inner=inner,
         depth=tile.depth,
         part=(split, tile.splits),
+        weights_first=tile.weights_first,
         interpret=interpret,
     )
     scatter(out, split, token[:, None], column[None], value=value, mask=is_token[:, None])
