@@ -107,11 +107,13 @@ def _expert(tokens: int, storage: str, stack: _LazyStack, dispatch: Dispatch) ->
         capability=dispatch.capability,
     )
     variants = {}
-    # A tile of fp8 weights is at most 128 columns of the input deep, one of fp4 at least.
+    # A tile of fp8 weights is at most 128 columns of the input deep, one of fp4 in quarters at least.
     depths = {"plain": (32, 64, 128), "fp8": (128,), "fp4": (128, 256, 512)}[storage]
+    if default.in_order:
+        depths = (64, 128)
     rows = [r for r in (default.rows // 2, default.rows, 2 * default.rows) if r >= 16]
     tiles = [
-        expert.Tile(*sizes)
+        expert.Tile(*sizes, weights_first=default.weights_first, in_order=default.in_order)
         for sizes in itertools.product(rows, (64, 128, 256), depths, (4, 8), (2, 3, 4, 5))
     ]
     for tile in nearest(tiles, default, most=4):

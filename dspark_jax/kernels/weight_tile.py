@@ -7,6 +7,9 @@ smaller one counts as zero (a run below 6e-6) and a larger one as 2**9.
 What limits few rows beside fp4 is the number of instructions and how much of a row is read at once. The four codes
 of a word go into four products, each with its quarter of the input columns, so nothing moves between registers:
 the matrix units take words of two bytes in the layout of the activations, which single bytes do not allow.
+
+From 64 rows the units of SM90 read weights from shared memory, and every product waits for the one before it. Then
+codes are decoded into the order of the columns, and one product takes them all.
 """
 
 from __future__ import annotations
@@ -51,6 +54,32 @@ cvt.rn.f16x2.e4m3x2 p, {byte};
 mul.rn.f16x2 $0, p, $2;
 }}"""
 
+# Of two words: the first or the last two codes of each, in order. Low nibbles are placed as above, high ones beside
+# them, and the bytes of a word brought together. Each word has its own scale, wherever a layout takes the two from.
+_DECODE_PAIRS = """{{
+.reg .b32 t, u, v, p;
+.reg .b16 a, b, c, d;
+shl.b32 t, $2, 4; shl.b32 u, $2, 2;
+and.b32 t, t, 0x80808080;
+and.b32 u, u, 0x1c1c1c1c;
+or.b32 t, t, u;
+shr.b32 u, $2, 2;
+and.b32 v, $2, 0x80808080;
+and.b32 u, u, 0x1c1c1c1c;
+or.b32 u, u, v;
+mov.b32 {{c, d}}, $3;
+prmt.b32 p, t, u, 0x5140;
+mov.b32 {{a, b}}, p;
+cvt.rn.f16x2.e4m3x2 p, {byte};
+mov.b32 v, {{c, c}};
+mul.rn.f16x2 $0, p, v;
+prmt.b32 p, t, u, 0x7362;
+mov.b32 {{a, b}}, p;
+cvt.rn.f16x2.e4m3x2 p, {byte};
+mov.b32 v, {{d, d}};
+mul.rn.f16x2 $1, p, v;
+}}"""
+
 # Two exponents of a word of four, as the float16 numbers 2**(exponent - 127 + 6): a half of the register each.
 _LEAST, _MOST = 106, 136
 _SCALES = f"""{{{{
@@ -92,10 +121,13 @@ def reachable(stack: Weight, layer: jax.Array | int) -> tuple[Weight, jax.Array]
     return stack, jnp.asarray(layer, jnp.int32).reshape(1)
 
 
-def operand(x: jax.Array, weight: Weight) -> jax.Array:
-    """x [..., K] as `product` reads it beside `weight`: in its dtype, and in quarters [4, ..., K/4] beside fp4."""
+def operand(x: jax.Array, weight: Weight, *, in_order: bool = False) -> jax.Array:
+    """x [..., K] as `product` reads it beside `weight`: in its dtype, and beside fp4 in quarters [4, ..., K/4].
+
+    `in_order` leaves the columns as they are, see `product`.
+    """
     x = x.astype(operand_dtype(weight))
-    if not isinstance(weight, Fp4Weight):
+    if in_order or not isinstance(weight, Fp4Weight):
         return x
     return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, QUARTERS), -1, 0)
 
@@ -125,6 +157,7 @@ def product(
     interpret: bool,
     part: tuple[jax.Array | int, int] = (0, 1),
     weights_first: bool = False,
+    in_order: bool = False,
 ) -> jax.Array:
     """x times the rows `columns` of a stored matrix [N, K], transposed: float32 [rows, len(columns)].
 
@@ -136,10 +169,11 @@ def product(
       part: (i, n) sums only the i-th of n equal parts of the input; n divides the number of iterations.
       weights_first: fp8 weights become the first operand of the product, which the matrix units of SM90 take from
         registers, as conversion leaves them. No effect on other weights.
+      in_order: fp4 weights are decoded into the order of the columns, and `load_x` is called as beside others.
     """
     depth = power_of_two_factor(inner, depth)
     if refs[0].dtype == jnp.int16:
-        step = _fp4_step(load_x, refs, lead, columns, depth, interpret)
+        step = _fp4_step(load_x, refs, lead, columns, depth, in_order, interpret)
     elif len(refs) == 2:
         depth = min(depth, FP8_BLOCK)
         step = _fp8_step(load_x, refs, lead, columns, depth, weights_first, interpret)
@@ -189,7 +223,7 @@ def _fp8_step(load_x, refs, lead, columns, depth, weights_first, interpret):
     return step
 
 
-def _fp4_step(load_x, refs, lead, columns, depth, interpret):
+def _fp4_step(load_x, refs, lead, columns, depth, in_order, interpret):
     packed, scale = refs
     word_depth = min(depth, FP4_WORD)  # of the columns whose scales share a word
     num_places, num_runs = word_depth // QUARTERS, word_depth // FP4_RUN
@@ -208,6 +242,10 @@ def _fp4_step(load_x, refs, lead, columns, depth, interpret):
         factor = _run_scales(word, run, interpret)[:, :, None]
         factor = jnp.broadcast_to(factor, (*factor.shape[:2], num_places // num_runs))
         factor = factor.reshape(codes.shape)
+        if in_order:
+            w = _decode_in_order(codes, factor, interpret)
+            k = i * word_depth + jnp.arange(word_depth)
+            return total + dot(load_x(k), w, transpose_b=True)
         for quarter in range(QUARTERS):
             w = decode(codes, factor, quarter)
             total = total + dot(load_x(quarter, place), w, transpose_b=True)
@@ -262,3 +300,31 @@ def _decode_plainly(codes: jax.Array, factor: jax.Array, quarter: int) -> jax.Ar
     bits = (code & 8) << 12 | (code & 7) << 9  # value * 2**-14 as the bits of a float16
     value = lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.float16)
     return value * jnp.float16(2**8) * factor
+
+
+def _decode_in_order(codes: jax.Array, factor: jax.Array, interpret: bool) -> jax.Array:
+    """`_decode` of all quarters of [N, n] words: [N, 4n], in the order of the columns."""
+    if interpret:
+        quarters = [_decode_plainly(codes, factor, quarter) for quarter in range(QUARTERS)]
+    else:
+        quarters = [*_decode_pair(codes, factor, "a"), *_decode_pair(codes, factor, "b")]
+
+    def join(a, b):
+        return jnp.concatenate([a[..., None], b[..., None]], axis=-1)
+
+    # A join adds the last axis, so the one that counts fastest comes last.
+    even, odd = join(quarters[0], quarters[2]), join(quarters[1], quarters[3])
+    return join(even, odd).reshape(codes.shape[0], -1)
+
+
+def _decode_pair(codes: jax.Array, factor: jax.Array, half: str) -> tuple[jax.Array, jax.Array]:
+    """`_decode` of two neighbouring quarters, those of the first byte of a word, `a`, or of the second, `b`."""
+    (pairs,) = plt.elementwise_inline_asm(
+        _DECODE_PAIRS.format(byte=half),
+        args=[codes, factor],
+        constraints="=r,=r,r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int32)],
+    )
+    first, second = (x.astype(jnp.int16) for x in (pairs, pairs >> 16))
+    return tuple(lax.bitcast_convert_type(x, jnp.float16) for x in (first, second))

@@ -42,6 +42,13 @@ def test_every_kernel_compiles(name: str, tokens: int, capability: int) -> None:
 
 
 @capabilities
+@pytest.mark.parametrize("name", [name for name in problems(1) if name.startswith("expert_mlp")])
+def test_experts_of_long_prompts_compile(name: str, capability: int) -> None:
+    function, arguments, _ = problems(8192, capability)[name]
+    compile_for(capability, function, arguments)
+
+
+@capabilities
 @pytest.mark.parametrize(
     ("half", "model", "row_format", "most"),
     [

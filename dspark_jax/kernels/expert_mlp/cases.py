@@ -48,6 +48,10 @@ TEST_CASES = (
     Case("odd_words", 19, storage="fp4", experts=3, model=192, width=64, k=2),
     Case("wide_runs", 5, storage="fp4", experts=3, model=256, width=64, k=2),
     Case("wide_blocks", 5, storage="fp8", experts=3, model=256, width=128, k=2),
+    # Tiles of 64 and, for fp4, 128 rows.
+    Case("many_rows", 53, storage="fp8", experts=3, model=256, width=128, k=2),
+    Case("many_rows", 53, padding=2, storage="fp4", experts=3, model=192, width=64, k=2),
+    Case("most_rows", 109, storage="fp4", experts=3, model=192, width=64, k=2),
 )
 
 FLASH: dict[str, Any] = {"experts": 256, "model": 4096, "width": 2048, "k": 6}

@@ -4,8 +4,8 @@ The first computes gate and up columns side by side and applies the clamped SwiG
 writes one row per assignment, and the k rows of a token are summed in a fixed order, so the result does not depend
 on scheduling. Column blocks run on the fastest grid axis: programs of a tile share its rows.
 
-Quantised weights become float16 with float32 sums. A word of packed fp4 holds four columns, so activations are
-split into quarters once and the weights need no shuffle.
+Quantised weights become float16 with float32 sums. A word of packed fp4 holds four columns, so for few rows
+activations are split into quarters once and the weights need no shuffle.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dspark_jax.kernels.weight_tile import (
 class Tile:
     """Assignments by output columns by input columns of one tile, and the launch.
 
-    `weights_first`: see `product`.
+    `weights_first` and `in_order`: see `product`.
     """
 
     rows: int
@@ -48,6 +48,7 @@ class Tile:
     warps: int
     stages: int
     weights_first: bool = False
+    in_order: bool = False
 
 
 def default_tile(*, assignments: int, experts: int, bits: int, capability: int) -> Tile:
@@ -58,18 +59,22 @@ def default_tile(*, assignments: int, experts: int, bits: int, capability: int) 
     the same sizes.
     """
     del capability
-    few = assignments <= 12 * experts
-    rows = 16 if few else 32 if assignments <= (48 if bits == 4 else 24) * experts else 64
+    few, some, many = (assignments <= rows * experts for rows in (12, 24, 64))
     if bits == 4 and few:
-        return Tile(rows, columns=128, depth=256, warps=4, stages=2)
-    depth = 128 if bits <= 8 else 64
+        return Tile(16, columns=128, depth=256, warps=4, stages=2)
+    if bits == 4 and some:
+        return Tile(32, columns=128, depth=128, warps=4, stages=3)
+    if bits == 4 and many:
+        return Tile(64, columns=128, depth=64, warps=4, stages=3, in_order=True)
+    if bits == 4:
+        return Tile(128, columns=128, depth=64, warps=8, stages=4, in_order=True)
     return Tile(
-        rows,
+        16 if few else 32 if some else 64,
         columns=128,
-        depth=depth,
+        depth=128 if bits == 8 else 64,
         warps=4,
         stages=4 if few else 3,
-        weights_first=bits == 8 and rows == 64,
+        weights_first=bits == 8 and not some,
     )
 
 
@@ -100,7 +105,7 @@ def expert_mlp_pallas(
     plan = make_plan(expert_ids, experts=experts, rows=tile.rows, dispatch=dispatch)
     tiles = plan.counts.shape[0]
     half = power_of_two_factor(width, tile.columns // 2)
-    quartered = isinstance(w_down, Fp4Weight)
+    quartered = isinstance(w_down, Fp4Weight) and not tile.in_order
     hidden_shape = (tokens * k, width)
     if quartered:
         hidden_shape = (QUARTERS, tokens * k, width // QUARTERS)
@@ -116,7 +121,7 @@ def expert_mlp_pallas(
         ),
         *plan,
         up_layer,
-        operand(x, w_gate_up),
+        operand(x, w_gate_up, in_order=tile.in_order),
         weights.reshape(-1),
         *weight_arrays(w_gate_up),
         grid=(width // half, tiles),
@@ -199,6 +204,7 @@ def _gate_up(
             inner=x.shape[-1] * (QUARTERS if len(x.shape) == 3 else 1),
             depth=tile.depth,
             weights_first=tile.weights_first,
+            in_order=tile.in_order,
             interpret=interpret,
         )
         gate, up = lax.split(both.reshape(tile.rows, 2, half), (1, 1), axis=1)
@@ -257,6 +263,7 @@ def _down(
             inner=hidden.shape[-1] * (QUARTERS if len(hidden.shape) == 3 else 1),
             depth=tile.depth,
             weights_first=tile.weights_first,
+            in_order=tile.in_order,
             interpret=interpret,
         )
         scatter(rows, assignment[:, None], column[None], value=value, mask=valid[:, None])
