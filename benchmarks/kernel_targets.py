@@ -115,9 +115,10 @@ TARGETS = tuple(_targets())
 
 
 def target_rows(data: Mapping[str, Any], targets: Sequence[Target] = TARGETS) -> list[Result]:
-    """A row per target from the data of one run: what it asks, the figure, and whether that is met."""
+    """A row per target of the kernels in one run: what it asks, the figure, and whether that is met."""
     run = Run(data["results"], data["bytes_per_s"], data["flops"])
-    return [_row(run, target) for target in targets]
+    kernels = {result["kernel"] for result in run.results}
+    return [_row(run, target) for target in targets if target.kernel in kernels]
 
 
 def _row(run: Run, target: Target) -> Result:

@@ -75,9 +75,10 @@ def test_what_was_not_measured_is_said():
     assert row("fp4 64 tokens", share_of("sparse_mla", "flash decode_64"), 1.0) == nothing
 
 
-def test_every_target_has_a_row_of_its_own():
+def test_every_target_of_a_measured_kernel_has_a_row_of_its_own():
     rows = target_rows(DATA)
-    assert len(rows) == len(TARGETS)
+    kernels = {result["kernel"] for result in DATA["results"]}
+    assert len(rows) == sum(target.kernel in kernels for target in TARGETS) < len(TARGETS)
     assert len({(r["kernel"], r["case"], r["what"]) for r in rows}) == len(rows)
     assert {r["verdict"] for r in rows} == {"not met", "not run", "nothing to compare with"}
 

@@ -180,14 +180,15 @@ def test_index_topk(case: index_cases.Case, row_format: RowFormat) -> None:
 EXPERT_CASES = [
     expert_cases.Case(f"{model} {tokens}", tokens, storage=storage, padding=3, layers=1,
                       **dict(size, experts=experts))
-    for model, size, storage, experts in (
-        ("flash", expert_cases.FLASH, "fp4", 256),
-        ("flash", expert_cases.FLASH, "fp8", 128),
-        ("flash", expert_cases.FLASH, "plain", 64),
-        ("pro", expert_cases.PRO, "fp4", 64),
-        ("pro", expert_cases.PRO, "fp8", 32),
+    for model, size, storage, experts, sizes in (
+        ("flash", expert_cases.FLASH, "fp4", 256, (5, 64, 1024)),
+        ("flash", expert_cases.FLASH, "fp4", 32, (256,)),  # tiles of 64 rows
+        ("flash", expert_cases.FLASH, "fp8", 128, (5, 64, 1024)),
+        ("flash", expert_cases.FLASH, "plain", 64, (5, 64, 1024)),
+        ("pro", expert_cases.PRO, "fp4", 64, (5, 64, 1024)),
+        ("pro", expert_cases.PRO, "fp8", 32, (5, 64, 1024)),
     )
-    for tokens in (5, 64, 1024, *(() if experts < 256 else (2048,)))
+    for tokens in sizes
 ]  # fmt: skip
 
 
