@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.draft.params import DraftParams
-from dspark_jax.kernels.dispatch import Backend, Dispatch
+from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.model import attention as attn
 from dspark_jax.model import hyper, moe
-from dspark_jax.model.layers import linear, rms_norm, rotary_frequencies
+from dspark_jax.model.layers import linear, rms_norm, rotary_frequencies, rotate
 from dspark_jax.model.params import Block, Params, layer_block, layer_matrix
 
 
@@ -38,17 +38,11 @@ def context_rows(
     w_main = layer_matrix(jax.tree.map(lambda x: x[None], params.w_main), 0, dispatch)
     features = linear(taps.reshape(taps.shape[0], -1), w_main)
     features = rms_norm(features, params.g_main, cfg.rms_norm_eps)
-    frequencies = rotary_frequencies(cfg, compressed=False)
-
-    def rows(stage: Block) -> jax.Array:
-        return attn.latent_rows(features, stage, positions, frequencies, cfg.rms_norm_eps)
-
-    stages = params.stages
-    if isinstance(stages.w_kv, jax.Array) and dispatch.backend is not Backend.PALLAS:
-        # One product for all: each call of a small one costs a CPU more than its sums.
-        return jax.vmap(rows)(stages)
-    count = stages.w_kv.shape[0]
-    return jnp.stack([rows(layer_block(stages, i, dispatch)) for i in range(count)])
+    w_kv, g_kv = params.stages.w_kv, params.stages.g_kv
+    by_stage = [linear(features, layer_matrix(w_kv, i, dispatch)) for i in range(w_kv.shape[0])]
+    rows = rms_norm(jnp.stack(by_stage, axis=1), g_kv, cfg.rms_norm_eps)  # [T, stages, D]
+    rows = rotate(rows, positions, rotary_frequencies(cfg, compressed=False))
+    return jnp.moveaxis(rows, 1, 0)
 
 
 def write_context(

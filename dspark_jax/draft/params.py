@@ -71,6 +71,8 @@ def draft_by_column(params: DraftParams) -> DraftParams:
     """
     return params.replace(
         w_main=by_column(params.w_main, is_wide=True),
-        stages=block_by_column(params.stages).replace(w_kv=params.stages.w_kv),
+        stages=block_by_column(params.stages).replace(
+            w_kv=by_column(params.stages.w_kv, is_wide=True)
+        ),
         markov_w2=by_column(params.markov_w2),
     )

@@ -108,7 +108,7 @@ def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
-    """a * b + c in float32, of the shape of c. Compiled one instruction, which this lowering makes of no `*` and `+`."""
+    """a * b + c in float32, of the shape of c: compiled one instruction, where `*` and `+` stay two."""
     if interpret:
         return a * b + c
     (out,) = plt.elementwise_inline_asm(

@@ -54,8 +54,9 @@ cvt.rn.f16x2.e4m3x2 p, {byte};
 mul.rn.f16x2 $0, p, $2;
 }}"""
 
-# Of two words: the first or the last two codes of each, in order. Low nibbles are placed as above, high ones beside
-# them, and the bytes of a word brought together. Each word has its own scale, wherever a layout takes the two from.
+# Of two words: the first or the last two codes of each, in order. Low nibbles are placed as above, high ones
+# beside them, and the bytes of a word brought together. Each word has its own scale, wherever a layout takes the
+# two from.
 _DECODE_PAIRS = """{{
 .reg .b32 t, u, v, p;
 .reg .b16 a, b, c, d;
@@ -326,5 +327,7 @@ def _decode_pair(codes: jax.Array, factor: jax.Array, half: str) -> tuple[jax.Ar
         pack=2,
         result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int32)],
     )
-    first, second = (x.astype(jnp.int16) for x in (pairs, pairs >> 16))
-    return tuple(lax.bitcast_convert_type(x, jnp.float16) for x in (first, second))
+    first, second = (
+        lax.bitcast_convert_type(x.astype(jnp.int16), jnp.float16) for x in (pairs, pairs >> 16)
+    )
+    return first, second

@@ -14,7 +14,7 @@ from dspark_jax.kernels.quantized import Weight, dequantize
 
 
 def rms_norm(x: jax.Array, gain: jax.Array | None, eps: float) -> jax.Array:
-    """x [..., D] over its root mean square, times `gain` [D] if there is one.
+    """x [..., D] over its root mean square, times `gain` [..., D] if there is one.
 
     Statistics and gain are applied in float32; the result has the dtype of `x`.
     """
