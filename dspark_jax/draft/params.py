@@ -69,10 +69,9 @@ def draft_by_column(params: DraftParams) -> DraftParams:
     Those that make context rows stay float32: every step of one request multiplies one row by them, even while the
     drafter rests, which takes four times as long from two bytes a value.
     """
+    stages = params.stages.replace(w_kv=by_column(params.stages.w_kv, is_wide=True))
     return params.replace(
         w_main=by_column(params.w_main, is_wide=True),
-        stages=block_by_column(params.stages).replace(
-            w_kv=by_column(params.stages.w_kv, is_wide=True)
-        ),
+        stages=block_by_column(stages),
         markov_w2=by_column(params.markov_w2),
     )
