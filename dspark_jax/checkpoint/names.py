@@ -96,8 +96,10 @@ _BLOCK: Mapping[str, _Row] = {
     "w_shared_down": _row("ffn.shared_experts.w2.weight", "mlp.shared_experts.down_proj.weight"),
 }
 _COMPRESSOR: Mapping[str, _Row] = {
-    "w_kv": _row("attn.compressor.wkv.weight", "self_attn.compressor.kv_proj.weight"),
-    "w_gate": _row("attn.compressor.wgate.weight", "self_attn.compressor.gate_proj.weight"),
+    "w_kv_gate": _row(
+        "attn.compressor.wkv.weight attn.compressor.wgate.weight",
+        "self_attn.compressor.kv_proj.weight self_attn.compressor.gate_proj.weight",
+    ),
     "ape": _row("attn.compressor.ape", "self_attn.compressor.position_bias"),
     "g_norm": _row("attn.compressor.norm.weight", "self_attn.compressor.kv_norm.weight"),
 }
@@ -107,9 +109,9 @@ _INDEXER: Mapping[str, _Row] = {
     "w_heads": _row(
         "attn.indexer.weights_proj.weight", f"{_HF_INDEXER}.scorer.weights_proj.weight"
     ),
-    "compressor.w_kv": _row("attn.indexer.compressor.wkv.weight", f"{_HF_INDEXER}.kv_proj.weight"),
-    "compressor.w_gate": _row(
-        "attn.indexer.compressor.wgate.weight", f"{_HF_INDEXER}.gate_proj.weight"
+    "compressor.w_kv_gate": _row(
+        "attn.indexer.compressor.wkv.weight attn.indexer.compressor.wgate.weight",
+        f"{_HF_INDEXER}.kv_proj.weight {_HF_INDEXER}.gate_proj.weight",
     ),
     "compressor.ape": _row("attn.indexer.compressor.ape", f"{_HF_INDEXER}.position_bias"),
     "compressor.g_norm": _row(

@@ -15,11 +15,12 @@ import numpy as np
 from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.compress import compress
 from dspark_jax.kernels.dispatch import Dispatch
-from dspark_jax.kernels.index_topk import index_topk
+from dspark_jax.kernels.index_topk import index_topk, query_tiles
 from dspark_jax.kernels.rows import Keys, Rows, scatter
 from dspark_jax.kernels.sparse_mla import sparse_mla
+from dspark_jax.kernels.sparse_mla.window import WindowLists, window_lists
 from dspark_jax.model.batch import TokenBatch
-from dspark_jax.model.cache import entry_places
+from dspark_jax.model.cache import Cache, entry_places
 from dspark_jax.model.layers import (
     linear,
     linear_by_group,
@@ -32,12 +33,64 @@ from dspark_jax.model.layers import (
 from dspark_jax.model.params import Block, Compressor, Indexer
 
 
+class Entries(NamedTuple):
+    """The compressed entries of one kind of layer in a step: which arise, where they go, which are seen."""
+
+    closing: jax.Array  # int32 [C] token that closes a window, T where unused
+    page: jax.Array  # int32 [C] page for the entry, beyond the last where there is none
+    offset: jax.Array  # int32 [C] place in the page
+    starts: jax.Array  # int32 [C] position of the window's first token
+    visible: jax.Array  # int32 [T] entries that a token sees, 0 for padding
+
+
 class Frame(NamedTuple):
-    """What every layer of a step shares: who the tokens are and where their rows lie."""
+    """What every layer of a step shares, computed once: who the tokens are and where their rows lie."""
 
     batch: TokenBatch
     page_table: jax.Array  # int32 [slots, max_pages]
+    window: WindowLists
+    csa: Entries | None
+    csa_tiles: jax.Array | None  # runs of queries that the indexer scores together
+    hca: Entries | None
+    hca_places: jax.Array | None  # int32 [T, K] every entry that a token could see
     dispatch: Dispatch
+
+
+def make_frame(
+    batch: TokenBatch,
+    cache: Cache,
+    page_table: jax.Array,
+    cfg: ModelConfig,
+    dtype: Any,
+    dispatch: Dispatch,
+) -> Frame:
+    """The frame of a step whose activations have `dtype`. XLA would compute its parts in every layer anew."""
+    csa = hca = csa_tiles = hca_places = None
+    if cache.csa_entries is not None:
+        csa = _entries(batch, cache.csa_entries, page_table, cfg.csa_ratio)
+        assert cache.index_keys is not None
+        csa_tiles = query_tiles(
+            batch.token_slots, cache.index_keys, page_table, dtype=dtype, dispatch=dispatch
+        )
+    if cache.hca_entries is not None:
+        hca = _entries(batch, cache.hca_entries, page_table, cfg.hca_ratio)
+        hca_places = _all_places(batch, cache.hca_entries, page_table)
+    return Frame(
+        batch=batch,
+        page_table=page_table,
+        window=window_lists(
+            positions=batch.positions,
+            starts=batch.token_starts,
+            row_heads=batch.row_heads,
+            is_token=batch.is_token,
+            length=cache.window.shape[2],
+        ),
+        csa=csa,
+        csa_tiles=csa_tiles,
+        hca=hca,
+        hca_places=hca_places,
+        dispatch=dispatch,
+    )
 
 
 def latent_rows(
@@ -73,21 +126,42 @@ def project_heads(out: jax.Array, block: Block, cfg: ModelConfig) -> jax.Array:
     return linear(low.reshape(*low.shape[:-2], -1), block.w_o_b)
 
 
-def closing_tokens(batch: TokenBatch, ratio: int) -> jax.Array:
-    """Flat tokens whose position closes a window of `ratio`, compacted: int32 [C], T where unused.
+def _entries(batch: TokenBatch, pool: Rows, page_table: jax.Array, ratio: int) -> Entries:
+    """Entries of `ratio` tokens each in pages like those of `pool` [L, P, S, D].
 
-    C = T // ratio + min(R, T) bounds them: a row of n tokens closes at most n // ratio + 1 windows.
+    At most T // ratio + min(R, T) windows close: a row of n tokens closes at most n // ratio + 1.
     """
     tokens = batch.token_ids.shape[0]
     most = min(tokens, tokens // ratio + batch.slots.shape[0])
     closes = batch.is_token & ((batch.positions + 1) % ratio == 0)
-    return jnp.nonzero(closes, size=most, fill_value=tokens)[0].astype(jnp.int32)
+    closing = jnp.nonzero(closes, size=most, fill_value=tokens)[0].astype(jnp.int32)
+    token = jnp.minimum(closing, tokens - 1)
+    number = batch.positions[token] // ratio
+    pages, per_page = pool.shape[1:3]
+    held = page_table.at[batch.token_slots[token], number // per_page]
+    own_page = held.get(mode="fill", fill_value=-1)
+    return Entries(
+        closing=closing,
+        page=jnp.where((closing < tokens) & (own_page >= 0), own_page, pages),
+        offset=number % per_page,
+        starts=number * ratio,
+        visible=jnp.where(batch.is_token, (batch.positions + 1) // ratio, 0),
+    )
+
+
+def _all_places(batch: TokenBatch, pool: Rows, page_table: jax.Array) -> jax.Array:
+    """Place [T, K] of every entry of every token's request, for layers without an indexer."""
+    per_page = pool.shape[2]
+    numbers = jnp.arange(page_table.shape[1] * per_page)
+    numbers = jnp.broadcast_to(numbers, (batch.positions.shape[0], numbers.shape[0]))
+    return entry_places(numbers, page_table, batch.token_slots, per_page)
 
 
 def open_row(h: jax.Array, weights: Compressor, positions: jax.Array) -> jax.Array:
     """Values and gates of each token, float32 [T, 2*k*D]: what a window's pooling reads later."""
-    gates = linear_f32(h, weights.w_gate) + weights.ape[positions % weights.ape.shape[0]]
-    return jnp.concatenate([linear_f32(h, weights.w_kv), gates], axis=-1)
+    ratio, gates = weights.ape.shape
+    added = jnp.pad(weights.ape[positions % ratio], ((0, 0), (gates, 0)))
+    return linear_f32(h, weights.w_kv_gate) + added
 
 
 def write_entries(
@@ -95,6 +169,7 @@ def write_entries(
     new_rows: jax.Array,
     open_rows: jax.Array,
     weights: Compressor,
+    entries: Entries,
     frame: Frame,
     *,
     layer: jax.Array,
@@ -103,34 +178,27 @@ def write_entries(
     """Pool the windows that close in this step and store their entries in pages.
 
     `pool` [L, P, S, D] of one kind of layer, `new_rows` this step's open rows, `open_rows` the ring stack,
-    `weights` one layer's compressor, `layer` its index in the stacks. Returns the pool.
+    `weights` one layer's compressor, `entries` those of its kind, `layer` its index in the stacks.
+
+    Returns the pool.
     """
     batch = frame.batch
-    ratio = weights.ape.shape[0]
-    tokens = batch.token_ids.shape[0]
-    closing = closing_tokens(batch, ratio)
     pooled = compress(
         new_rows,
         open_rows,
         layer=layer,
-        closing=closing,
+        closing=entries.closing,
         slots=batch.token_slots,
         positions=batch.positions,
         starts=batch.token_starts,
         row_heads=batch.row_heads,
-        ratio=ratio,
+        ratio=weights.ape.shape[0],
         overlap=new_rows.shape[-1] == 4 * pool.shape[-1],
         dispatch=frame.dispatch,
     )
-    token = jnp.minimum(closing, tokens - 1)
-    number = batch.positions[token] // ratio
     entry = rms_norm(pooled, weights.g_norm, cfg.rms_norm_eps)
-    entry = rotate(entry, number * ratio, rotary_frequencies(cfg, compressed=True))
-    per_page = pool.shape[2]
-    held = frame.page_table.at[batch.token_slots[token], number // per_page]
-    own_page = held.get(mode="fill", fill_value=-1)
-    page = jnp.where((closing < tokens) & (own_page >= 0), own_page, pool.shape[1])
-    return scatter(pool, (layer, page, number % per_page), entry)
+    entry = rotate(entry, entries.starts, rotary_frequencies(cfg, compressed=True))
+    return scatter(pool, (layer, entries.page, entries.offset), entry)
 
 
 def choose_entries(
@@ -144,11 +212,11 @@ def choose_entries(
     cfg: ModelConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """The indexer's choice for every token: places [T, K] and how many are valid [T]."""
-    batch = frame.batch
+    batch, entries = frame.batch, frame.csa
+    assert entries is not None
     q = linear(latent, indexer.w_q_b).reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
     q = rotate(q, batch.positions, rotary_frequencies(cfg, compressed=True))
     scale = (cfg.index_n_heads * cfg.index_head_dim) ** -0.5
-    visible = jnp.where(batch.is_token, (batch.positions + 1) // cfg.csa_ratio, 0)
     return index_topk(
         q,
         linear_f32(h, indexer.w_heads) * scale,
@@ -156,24 +224,11 @@ def choose_entries(
         layer=layer,
         page_table=frame.page_table,
         slots=batch.token_slots,
-        counts=visible,
+        counts=entries.visible,
         k=cfg.index_topk,
+        tiles=frame.csa_tiles,
         dispatch=frame.dispatch,
     )
-
-
-def all_entries(pool: Rows, frame: Frame, ratio: int) -> tuple[jax.Array, jax.Array]:
-    """Every visible entry of every token, for layers without an indexer: places [T, K], counts [T]."""
-    batch = frame.batch
-    per_page = pool.shape[2]
-    numbers = jnp.arange(frame.page_table.shape[1] * per_page)
-    places = entry_places(
-        jnp.broadcast_to(numbers, (batch.positions.shape[0], numbers.shape[0])),
-        frame.page_table,
-        batch.token_slots,
-        per_page,
-    )
-    return places, jnp.where(batch.is_token, (batch.positions + 1) // ratio, 0)
 
 
 def attend(
@@ -207,6 +262,7 @@ def attend(
         is_token=batch.is_token,
         entry_places=places,
         entry_counts=counts,
+        lists=frame.window,
         unrotate=rotary_angles(batch.positions, frequencies),
         dispatch=frame.dispatch,
     )

@@ -97,11 +97,20 @@ def linear_by_group(x: jax.Array, weight: Weight | LayerWeight) -> jax.Array:
     return jnp.stack([linear(part, own) for part, own in each], axis=-2)
 
 
-def linear_f32(x: jax.Array, weight: Weight) -> jax.Array:
+def linear_f32(x: jax.Array, weight: Weight | LayerWeight) -> jax.Array:
     """`linear` with a float32 result, for what the model keeps wide (router, compressor, mixes, output head).
 
     Products of two bfloat16 numbers are exact in float32, so such operands are not widened first.
     """
+    if isinstance(weight, LayerWeight):
+        out = stacked_linear(
+            x.reshape(-1, 1, x.shape[-1]),
+            weight.stack,
+            layer=weight.layer,
+            dtype=jnp.float32,
+            dispatch=weight.dispatch,
+        )
+        return out.reshape(*x.shape[:-1], -1)
     if isinstance(weight, jax.Array) and x.dtype == weight.dtype == jnp.bfloat16:
         return jnp.einsum("...k,nk->...n", x, weight, preferred_element_type=jnp.float32)
     wide = x.astype(jnp.float32)

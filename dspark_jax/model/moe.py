@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from dspark_jax.config import ModelConfig
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.expert_mlp import expert_mlp
+from dspark_jax.kernels.linear import LayerWeight
+from dspark_jax.kernels.quantized import Weight
 from dspark_jax.model.layers import clamped_swiglu, linear, linear_f32
 from dspark_jax.model.params import Block
 
 
-def router_scores(h: jax.Array, w_router: jax.Array) -> jax.Array:
+def router_scores(h: jax.Array, w_router: Weight | LayerWeight) -> jax.Array:
     """sqrt(softplus(h W)) for h [..., M], w_router [E, M] -> [..., E] float32."""
     return jnp.sqrt(jax.nn.softplus(linear_f32(h, w_router)))
 

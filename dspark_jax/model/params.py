@@ -62,8 +62,7 @@ class Block(struct.PyTreeNode):
 class Compressor(struct.PyTreeNode):
     """Gated pooling of m tokens into one entry, stacked over the layers that have it. k = 2 if overlapping."""
 
-    w_kv: jax.Array  # [L, k*D, M] values
-    w_gate: jax.Array  # [L, k*D, M] gates
+    w_kv_gate: jax.Array  # [L, 2*k*D, M] rows [0:kD) values, [kD:2kD) gates
     ape: jax.Array  # [L, m, k*D] float32, added to the gates by position within the window
     g_norm: jax.Array  # [L, D]
 
@@ -90,8 +89,16 @@ class Params(struct.PyTreeNode):
     tid2eid: jax.Array | None  # [hash layers, V, k] int32
 
 
-_LINEARS = ("w_q_a", "w_q_b", "w_kv", "w_o_a", "w_o_b", "w_shared_gate_up", "w_shared_down")
-_COMPRESSOR_MATRICES = ("w_kv", "w_gate")
+_LINEARS = (
+    "w_q_a",
+    "w_q_b",
+    "w_kv",
+    "w_o_a",
+    "w_o_b",
+    "w_router",
+    "w_shared_gate_up",
+    "w_shared_down",
+)
 
 
 class Spec(NamedTuple):
@@ -127,12 +134,23 @@ def layer_block(stack: Block, layer: jax.Array | int, dispatch: Dispatch) -> Blo
 
 def layer_indexer(stack: Indexer, layer: jax.Array | int, dispatch: Dispatch) -> Indexer:
     """One layer of a stack of indexers, as `layer_block`."""
-    return _cut(stack, layer, dispatch, ["w_q_b"])
+    compressor = layer_compressor(stack.compressor, layer, dispatch)
+    rest = stack.replace(compressor=None)
+    return _cut(rest, layer, dispatch, ["w_q_b", "w_heads"]).replace(compressor=compressor)
+
+
+def layer_compressor(stack: Compressor, layer: jax.Array | int, dispatch: Dispatch) -> Compressor:
+    """One layer of a stack of compressors, as `layer_block`."""
+    return _cut(stack, layer, dispatch, ["w_kv_gate"])
 
 
 def layer_matrix(stack: Weight, layer: jax.Array | int, dispatch: Dispatch) -> Weight | LayerWeight:
-    """One matrix of a stack [L, N, K]: left in the stack where kernels read it, else cut out."""
-    if dispatch.backend is Backend.PALLAS:
+    """One matrix of a stack [L, N, K]: left in the stack where kernels read it, else cut out.
+
+    A plain matrix with a side that kernels do not take, as that of a few heads, is cut out too.
+    """
+    is_odd = isinstance(stack, jax.Array) and any(side % 16 for side in stack.shape[1:])
+    if dispatch.backend is Backend.PALLAS and not is_odd:
         return LayerWeight(stack, layer, dispatch)
     return take(stack, (layer,))
 
@@ -154,19 +172,19 @@ def params_by_column(params: Params) -> Params:
     indexer = params.indexer
     if indexer is not None:
         indexer = _by_column(indexer, ["w_q_b", "w_heads"])
-        indexer = indexer.replace(compressor=_by_column(indexer.compressor, _COMPRESSOR_MATRICES))
+        indexer = indexer.replace(compressor=_by_column(indexer.compressor, ["w_kv_gate"]))
     return params.replace(
         head=by_column(params.head),
         blocks=block_by_column(params.blocks),
-        csa=params.csa and _by_column(params.csa, _COMPRESSOR_MATRICES),
+        csa=params.csa and _by_column(params.csa, ["w_kv_gate"]),
         indexer=indexer,
-        hca=params.hca and _by_column(params.hca, _COMPRESSOR_MATRICES),
+        hca=params.hca and _by_column(params.hca, ["w_kv_gate"]),
     )
 
 
 def block_by_column(stack: Block) -> Block:
     """A stack of blocks with its float32 matrices as `by_column` keeps them."""
-    return _by_column(stack, [*_LINEARS, "w_router", "w_gate_up", "w_down"])
+    return _by_column(stack, [*_LINEARS, "w_gate_up", "w_down"])
 
 
 def _by_column(tree: Any, names: Sequence[str]) -> Any:
@@ -297,8 +315,7 @@ def _compressor_specs(
 ) -> Compressor:
     out = (2 if overlap else 1) * width
     return Compressor(
-        w_kv=stack((out, cfg.hidden_size), ("latent", "model"), "bf16"),
-        w_gate=stack((out, cfg.hidden_size), ("latent", "model"), "bf16"),
+        w_kv_gate=stack((2 * out, cfg.hidden_size), ("latent", "model"), "bf16"),
         ape=stack((ratio, out), (None, "latent"), "f32", "zero"),
         g_norm=stack((width,), ("latent",), "bf16", "one"),
     )

@@ -21,7 +21,13 @@ from dspark_jax.model import hyper, moe
 from dspark_jax.model.batch import TokenBatch
 from dspark_jax.model.cache import Cache, StepRows
 from dspark_jax.model.layers import linear_f32, rms_norm, rotary_frequencies
-from dspark_jax.model.params import Block, Params, layer_block, layer_indexer
+from dspark_jax.model.params import (
+    Block,
+    Params,
+    layer_block,
+    layer_compressor,
+    layer_indexer,
+)
 
 
 class Forward(struct.PyTreeNode):
@@ -73,7 +79,7 @@ def forward(
     # One more than wanted: where the layers write that nobody reads.
     taps = jnp.zeros((len(tap_layers) + 1, tokens, width), streams.dtype) if tap_layers else None
     carry = _Carry(streams, taps, cache.csa_entries, cache.index_keys, cache.hca_entries)
-    frame = attn.Frame(batch, page_table, dispatch)
+    frame = attn.make_frame(batch, cache, page_table, cfg, streams.dtype, dispatch)
     tap_index = np.full(cfg.num_hidden_layers, len(tap_layers), np.int32)
     tap_index[list(tap_layers)] = np.arange(len(tap_layers))
     kind_index = _index_within_kind(cfg)
@@ -196,20 +202,29 @@ def _attention(
     main_open = index_open = entries = places = counts = None
     if kind is AttentionKind.CSA:
         assert carry.csa_entries is not None and cache.csa_open is not None
+        assert frame.csa is not None
         assert carry.index_keys is not None and cache.index_open is not None
-        weights = jax.tree.map(lambda x: x[own], params.csa)
-        assert params.indexer is not None
+        assert params.csa is not None and params.indexer is not None
+        weights = layer_compressor(params.csa, own, frame.dispatch)
         indexer = layer_indexer(params.indexer, own, frame.dispatch)
         main_open = attn.open_row(h, weights, positions)
         index_open = attn.open_row(h, indexer.compressor, positions)
         entries = attn.write_entries(
-            carry.csa_entries, main_open, cache.csa_open, weights, frame, layer=own, cfg=cfg
+            carry.csa_entries,
+            main_open,
+            cache.csa_open,
+            weights,
+            frame.csa,
+            frame,
+            layer=own,
+            cfg=cfg,
         )
         index_keys = attn.write_entries(
             carry.index_keys,
             index_open,
             cache.index_open,
             indexer.compressor,
+            frame.csa,
             frame,
             layer=own,
             cfg=cfg,
@@ -220,13 +235,22 @@ def _attention(
         )
     elif kind is AttentionKind.HCA:
         assert carry.hca_entries is not None and cache.hca_open is not None
-        weights = jax.tree.map(lambda x: x[own], params.hca)
+        assert frame.hca is not None
+        assert params.hca is not None
+        weights = layer_compressor(params.hca, own, frame.dispatch)
         main_open = attn.open_row(h, weights, positions)
         entries = attn.write_entries(
-            carry.hca_entries, main_open, cache.hca_open, weights, frame, layer=own, cfg=cfg
+            carry.hca_entries,
+            main_open,
+            cache.hca_open,
+            weights,
+            frame.hca,
+            frame,
+            layer=own,
+            cfg=cfg,
         )
         carry = carry._replace(hca_entries=entries)
-        places, counts = attn.all_entries(entries, frame, cfg.hca_ratio)
+        places, counts = frame.hca_places, frame.hca.visible
     out = attn.attend(
         q,
         rows,

@@ -65,8 +65,9 @@ def pool_entries(h: jax.Array, weights: Compressor, cfg: ModelConfig) -> jax.Arr
     ratio, width = weights.ape.shape[0], weights.g_norm.shape[0]
     windows = h.shape[1] // ratio
     whole = h[:, : windows * ratio]
-    values = wide_linear(whole, weights.w_kv).reshape(len(h), windows, ratio, -1)
-    gates = wide_linear(whole, weights.w_gate).reshape(len(h), windows, ratio, -1) + weights.ape
+    rows = wide_linear(whole, weights.w_kv_gate).reshape(len(h), windows, ratio, -1)
+    values, gates = jnp.split(rows, 2, axis=-1)
+    gates += weights.ape
     if values.shape[-1] == 2 * width:
         # The first half of a token's channels belongs to the window after its own; window 0 has none before it.
         before = ((0, 0), (1, 0), (0, 0), (0, 0))

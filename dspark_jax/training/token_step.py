@@ -161,8 +161,8 @@ def _advance(
 ) -> Pool:
     """Add the token's open row; store an entry if the token closes a window."""
     ratio, width = weights.ape.shape[0], weights.g_norm.shape[0]
-    values = wide_linear(h, weights.w_kv)
-    gates = wide_linear(h, weights.w_gate) + weights.ape[position % ratio]
+    values, gates = jnp.split(wide_linear(h, weights.w_kv_gate), 2, axis=-1)
+    gates += weights.ape[position % ratio]
     ring = pool.open_rows.shape[1]
     open_rows = _write(pool.open_rows, jnp.stack([values, gates], axis=2), position % ring)
     # Oldest first: the rows of the window before, if the kind overlaps, then those of the window itself.

@@ -52,7 +52,7 @@ def test_values_are_finite_and_products_have_unit_variance(expert_dtype):
         target.blocks.w_o_b,
         draft.w_main,
         target.blocks.w_router,
-        target.csa.w_kv,
+        target.csa.w_kv_gate,
     ):
         values = np.asarray(dequantize(weight), np.float64)
         assert np.isfinite(values).all()

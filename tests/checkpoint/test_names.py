@@ -91,8 +91,9 @@ def test_flash_shapes(flash: ModelConfig) -> None:
     w3 = entries["layers.7.ffn.experts.9.w3.weight"]
     assert (w3.shape, w3.index, w3.rows) == ((2048, 4096), (7, 9), slice(2048, 4096))
     # Compressors are stacked over the layers that have one: layer 7 is the third HCA layer.
-    assert entries["layers.7.attn.compressor.wkv.weight"].path == ("hca", "w_kv")
-    assert entries["layers.7.attn.compressor.wkv.weight"].index == (2,)
+    w_gate = entries["layers.7.attn.compressor.wgate.weight"]
+    assert (w_gate.path, w_gate.index) == (("hca", "w_kv_gate"), (2,))
+    assert (w_gate.shape, w_gate.rows) == ((512, 4096), slice(512, 1024))
     assert "layers.2.ffn.gate.bias" not in entries
     assert "layers.3.ffn.gate.tid2eid" not in entries
 

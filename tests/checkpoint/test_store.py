@@ -125,7 +125,7 @@ def test_stores_are_told_from_other_folders(quantised: Path, tmp_path: Path) -> 
     [
         ({"vocab_size": 97}, r"embed was saved as \[96, 160\], config.json asks for \[97, 160\]"),
         ({"head_dim": 32}, r"blocks.w_q_b.weight was saved as \[4, 192, 32\]"),
-        ({"compress_ratios": [4, 4, 8, 4]}, r"csa.w_kv was saved as \[2, 96, 160\]"),
+        ({"compress_ratios": [4, 4, 8, 4]}, r"csa.w_kv_gate was saved as \[2, 192, 160\]"),
     ],
 )
 def test_a_config_that_does_not_fit_is_named(

@@ -62,24 +62,29 @@ def index_topk_pallas(
     slots,
     counts,
     k,
+    tiles: jax.Array | None = None,
     dispatch: Dispatch,
     tile: ScoreTile | None = None,
     most: int = MOST,
     budget_bytes: int = BUDGET_BYTES,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `index_topk`; `tile`, `most` and `budget_bytes` override the default sizes."""
+    """See `index_topk`; `tile`, `most` and `budget_bytes` override the default sizes.
+
+    `tiles` are those of the default tile and budget.
+    """
     tokens = q.shape[0]
     entries = page_table.shape[1] * index_keys.shape[2]
     k = min(k, entries)
-    tile = tile or default_score_tile(
-        key_bytes=_key_bytes(index_keys, q.dtype), capability=dispatch.capability
-    )
+    tile = tile or _default_tile(index_keys, q.dtype, dispatch)
     tables = jnp.maximum(page_table, 0)
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
 
-    def choose(part):
+    def choose(part, tiles=None):
         q, head_weights, slots, counts = part
+        if tiles is None:
+            tiles = tile_begins(slots, size=tile.tokens, requests=page_table.shape[0])
         scores = score(
+            tiles,
             q,
             head_weights,
             index_keys,
@@ -102,10 +107,10 @@ def index_topk_pallas(
             most=most,
         )
 
-    turn = max(1, budget_bytes // (4 * entries))
+    turn = _turn(entries, budget_bytes)
     arguments = (q, head_weights, slots, counts)
     if tokens <= turn:
-        places = choose(arguments)
+        places = choose(arguments, tiles)
     else:
         turns = pl.cdiv(tokens, turn)
         padded = jax.tree.map(
@@ -116,22 +121,51 @@ def index_topk_pallas(
     return places, jnp.minimum(counts, k)
 
 
-def score(
-    q, head_weights, index_keys, *, layer, page_table, slots, counts, k, dispatch, tile
-) -> jax.Array:
-    """float32 [T, max_pages * S]: sum_i weight_i * relu(q_i . key) below each token's count, rubbish beyond.
+def shared_tiles(
+    slots: jax.Array, index_keys: Keys, page_table: jax.Array, *, dtype: Any, dispatch: Dispatch
+) -> jax.Array | None:
+    """See `query_tiles`."""
+    if slots.shape[0] > _turn(page_table.shape[1] * index_keys.shape[2], BUDGET_BYTES):
+        return None
+    size = _default_tile(index_keys, dtype, dispatch).tokens
+    return tile_begins(slots, size=size, requests=page_table.shape[0])
 
-    Rows of tokens with a count of at most k are rubbish. `layer` is int32 [1], `page_table` has no negatives.
+
+def _default_tile(index_keys: Keys, dtype: Any, dispatch: Dispatch) -> ScoreTile:
+    return default_score_tile(
+        key_bytes=_key_bytes(index_keys, dtype), capability=dispatch.capability
+    )
+
+
+def _turn(entries: int, budget_bytes: int) -> int:
+    """Tokens whose scores of `entries` entries fit the budget."""
+    return max(1, budget_bytes // (4 * entries))
+
+
+def tile_begins(slots: jax.Array, *, size: int, requests: int) -> jax.Array:
+    """First token of every tile, int32 [tiles + 1], T where unused: runs of at most `size` with the same slot.
+
+    A tile begins where the slot changes and every `size` tokens after that. There are at most `requests` + 1 runs.
     """
-    tokens = q.shape[0]
-    entries = page_table.shape[1] * index_keys.shape[2]
-    # A tile begins where the slot changes and every `tile.tokens` tokens after that.
+    tokens = slots.shape[0]
     number = jnp.arange(tokens)
     changes = jnp.concatenate([jnp.ones(1, bool), slots[1:] != slots[:-1]])
     run = lax.cummax(jnp.where(changes, number, 0))
-    begins_tile = (number - run) % tile.tokens == 0
-    tiles = min(tokens, tokens // tile.tokens + page_table.shape[0] + 1)
-    begins = jnp.nonzero(begins_tile, size=tiles + 1, fill_value=tokens)[0].astype(jnp.int32)
+    begins_tile = (number - run) % size == 0
+    tiles = min(tokens, tokens // size + requests + 1)
+    return jnp.nonzero(begins_tile, size=tiles + 1, fill_value=tokens)[0].astype(jnp.int32)
+
+
+def score(
+    begins, q, head_weights, index_keys, *, layer, page_table, slots, counts, k, dispatch, tile
+) -> jax.Array:
+    """float32 [T, max_pages * S]: sum_i weight_i * relu(q_i . key_w) below each token's count, rubbish beyond.
+
+    Rows of tokens with a count of at most k are rubbish. `begins` are from `tile_begins`, `layer` is int32 [1],
+    `page_table` has no negatives.
+    """
+    tokens = q.shape[0]
+    entries = page_table.shape[1] * index_keys.shape[2]
     keys = min(tile.keys, max(16, pl.next_power_of_2(entries)))
     return triton_call(
         partial(_score, keys=keys, k=k),
@@ -143,7 +177,7 @@ def score(
         page_table,
         slots,
         counts,
-        grid=(pl.cdiv(entries, keys), tiles),
+        grid=(pl.cdiv(entries, keys), begins.shape[0] - 1),
         out_shape=jax.ShapeDtypeStruct((tokens, entries), jnp.float32),
         name="index_scores",
         dispatch=dispatch,

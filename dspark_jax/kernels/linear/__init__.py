@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import struct
 
@@ -19,7 +21,12 @@ class LayerWeight(struct.PyTreeNode):
 
 
 def stacked_linear(
-    x: jax.Array, stack: Weight, *, layer: jax.Array | int, dispatch: Dispatch
+    x: jax.Array,
+    stack: Weight,
+    *,
+    layer: jax.Array | int,
+    dtype: Any = None,
+    dispatch: Dispatch,
 ) -> jax.Array:
     """x times the transpose of `stack[layer]`, group by group, accumulated in float32.
 
@@ -27,7 +34,7 @@ def stacked_linear(
       x: [T, G, K]. stack: [L, G*N, K], plain, fp8 or fp4; group g meets its rows [g*N, (g+1)*N).
 
     Returns:
-      [T, G, N] in the dtype of x.
+      [T, G, N] in `dtype`, that of x by default.
 
     Raises:
       ValueError: N or K is no multiple of 16, or K of packed fp4 none of 64 (Pallas only).
@@ -35,5 +42,5 @@ def stacked_linear(
     if dispatch.backend is Backend.PALLAS:
         from dspark_jax.kernels.linear.pallas_triton import stacked_linear_pallas
 
-        return stacked_linear_pallas(x, stack, layer=layer, dispatch=dispatch)
-    return stacked_linear_reference(x, stack, layer=layer)
+        return stacked_linear_pallas(x, stack, layer=layer, dtype=dtype, dispatch=dispatch)
+    return stacked_linear_reference(x, stack, layer=layer, dtype=dtype)

@@ -78,12 +78,19 @@ def default_tile(*, tokens: int, outputs: int, inner: int, bits: int, capability
 
 
 def stacked_linear_pallas(
-    x: jax.Array, stack: Weight, *, layer, dispatch: Dispatch, tile: Tile | None = None
+    x: jax.Array,
+    stack: Weight,
+    *,
+    layer,
+    dtype: Any = None,
+    dispatch: Dispatch,
+    tile: Tile | None = None,
 ) -> jax.Array:
     """See `stacked_linear`; `tile` overrides the default sizes and runs the kernel for any number of tokens."""
     tokens, groups, inner = x.shape
+    dtype = dtype or x.dtype
     if tile is None and tokens >= MANY_TOKENS:
-        return stacked_linear_reference(x, stack, layer=layer)
+        return stacked_linear_reference(x, stack, layer=layer, dtype=dtype)
     outputs = stack.shape[-2] // groups
     tile = tile or default_tile(
         tokens=tokens,
@@ -101,14 +108,14 @@ def stacked_linear_pallas(
         *weight_arrays(stack),
         grid=(outputs * groups // columns, pl.cdiv(tokens, tile.rows), tile.splits),
         out_shape=jax.ShapeDtypeStruct(
-            (tile.splits, tokens, groups * outputs), jnp.float32 if tile.splits > 1 else x.dtype
+            (tile.splits, tokens, groups * outputs), jnp.float32 if tile.splits > 1 else dtype
         ),
         name="linear",
         dispatch=dispatch,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return jnp.sum(out, axis=0).astype(x.dtype).reshape(tokens, groups, outputs)
+    return jnp.sum(out, axis=0).astype(dtype).reshape(tokens, groups, outputs)
 
 
 def _product(layer: Any, x: Any, *refs: Any, tile: Tile, columns: int, interpret: bool) -> None:

@@ -9,6 +9,7 @@ import jax
 from dspark_jax.kernels.dispatch import Backend, Dispatch
 from dspark_jax.kernels.rows import Rows
 from dspark_jax.kernels.sparse_mla.reference import sparse_mla_reference
+from dspark_jax.kernels.sparse_mla.window import WindowLists
 
 
 def sparse_mla(
@@ -27,6 +28,7 @@ def sparse_mla(
     is_token: jax.Array,
     entry_places: jax.Array | None,
     entry_counts: jax.Array | None,
+    lists: WindowLists | None = None,
     unrotate: tuple[jax.Array, jax.Array] | None = None,
     dispatch: Dispatch,
 ) -> jax.Array:
@@ -44,6 +46,7 @@ def sparse_mla(
         entry_counts: int32 [T].
       attn_sink: float32 [H], not scaled.
       slots, positions, starts, row_heads: int32 [T]; is_token: bool [T], False for padding.
+      lists: the `window_lists` of these, where several layers share them; else they are made here.
       unrotate: cos and sin, float32 [T, R/2]: by these angles the last R channels of the output are turned back,
         in interleaved pairs, because the value carries the rotation of its position. None leaves them.
 
@@ -54,7 +57,7 @@ def sparse_mla(
     if dispatch.backend is Backend.PALLAS:
         from dspark_jax.kernels.sparse_mla.pallas_triton import sparse_mla_pallas
 
-        run = partial(sparse_mla_pallas, dispatch=dispatch)
+        run = partial(sparse_mla_pallas, lists=lists, dispatch=dispatch)
     else:
         run = sparse_mla_reference
     return run(

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.row_tile import Part, load_parts, row_parts, tile_dtype, whole_part
 from dspark_jax.kernels.rows import Fp8Rows, by_place, plain_values
+from dspark_jax.kernels.sparse_mla.window import WindowLists, window_lists
 from dspark_jax.kernels.triton import (
     LOG2_E,
     MASKED,
@@ -116,6 +117,7 @@ def sparse_mla_pallas(
     is_token,
     entry_places,
     entry_counts,
+    lists: WindowLists | None = None,
     unrotate=None,
     dispatch: Dispatch,
     tile: Tile | None = None,
@@ -139,21 +141,24 @@ def sparse_mla_pallas(
         is_fp8=is_fp8,
     )
     parts = row_parts(window, tile.part)
-    # Ring places, then step places, of the window of each token: [T, W] lists and counts.
-    first_seen = jnp.maximum(positions - length + 1, 0)
-    first_step = jnp.maximum(first_seen, starts)
-    ahead = jnp.arange(length)
+    lists = lists or window_lists(
+        positions=positions,
+        starts=starts,
+        row_heads=row_heads,
+        is_token=is_token,
+        length=length,
+    )
     refs = {
         "layers": jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(entry_layer, jnp.int32)]),
         "slots": slots,
         "q": q,
         "sink": attn_sink,
         "ring": window,
-        "ring_places": (first_seen[:, None] + ahead) % length,
-        "ring_counts": jnp.where(is_token, first_step - first_seen, 0),
+        "ring_places": lists.ring_places,
+        "ring_counts": lists.ring_counts,
         "step": step_rows,
-        "step_places": (row_heads + first_step - starts)[:, None] + ahead,
-        "step_counts": jnp.where(is_token, positions + 1 - first_step, 0),
+        "step_places": lists.step_places,
+        "step_counts": lists.step_counts,
     }
     if listed:
         refs["listed"] = by_place(entries)
