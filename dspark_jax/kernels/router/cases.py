@@ -30,8 +30,8 @@ class Case:
     extreme: bool = False
 
 
-FLASH = {"experts": 256, "k": 6}
-PRO = {"experts": 384, "k": 6}
+FLASH: dict[str, Any] = {"experts": 256, "k": 6}
+PRO: dict[str, Any] = {"experts": 384, "k": 6}
 
 TEST_CASES = (
     Case("one_token", 1, 16, 2),
@@ -103,4 +103,4 @@ def _is_close(logits: np.ndarray, bias: np.ndarray, k: int) -> np.ndarray:
     highest = -np.sort(-(scores + bias), axis=1)[:, : k + 1]
     gaps = highest[:, :-1] - highest[:, 1:]
     slack = 1e-5 * np.maximum(1.0, np.abs(highest[:, :-1]))
-    return ((gaps > 0) & (gaps < slack)).any(axis=1)
+    return np.asarray(((gaps > 0) & (gaps < slack)).any(axis=1))
