@@ -11,6 +11,7 @@ from benchmarks.kernel_problems.hyper import hyper_problems
 from benchmarks.kernel_problems.index_topk import index_topk_problems
 from benchmarks.kernel_problems.linear import linear_problems
 from benchmarks.kernel_problems.problem import Problem, label
+from benchmarks.kernel_problems.router import router_problems
 from benchmarks.kernel_problems.sparse_mla import sparse_mla_problems
 from dspark_jax.kernels.dispatch import Dispatch
 
@@ -19,6 +20,7 @@ __all__ = ["PROBLEMS", "Problem", "label"]
 PROBLEMS: dict[str, Callable[[Dispatch], Iterator[Callable[[], Problem]]]] = {
     "sparse_mla": sparse_mla_problems,
     "index_topk": index_topk_problems,
+    "router": router_problems,
     "expert_plan": plan_problems,
     "expert_mlp": expert_problems,
     "linear": linear_problems,

@@ -91,6 +91,7 @@ def run_block(
     place = jnp.arange(length)
     held = positions[:, None] - 1 - (positions[:, None] - 1 - place) % length
     visible = held >= 0  # [R, W]
+    is_token = jnp.repeat(is_row, g)
     stack = params.stages
     fixed = {"cfg": cfg, "dispatch": dispatch}
     for i in range(stack.w_kv.shape[0]):
@@ -103,10 +104,9 @@ def run_block(
             streams = hyper.leave(streams, out, entered, dispatch=dispatch)
             entered = hyper.enter(streams, stack.hyper_ffn, stack.g_ffn, layer=i, **fixed)
             h = entered.block_input
-            scores = moe.router_scores(h, block.w_router)
-            chosen = moe.choose_by_score(scores, block.b_router, cfg)
-            weights = moe.expert_weights(scores, chosen, cfg)
-            chosen = jnp.where(jnp.repeat(is_row, g)[:, None], chosen, cfg.n_routed_experts)
+            chosen, weights = moe.choose_experts(
+                h, block, stack, layer=i, is_token=is_token, **fixed
+            )
             out = moe.expert_block(h, chosen, weights, block, stack, layer=i, **fixed)
             streams = hyper.leave(streams, out, entered, dispatch=dispatch)
     return hyper.collapse(streams, params.hyper_head, cfg).reshape(*ids.shape, -1)

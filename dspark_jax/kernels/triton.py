@@ -67,7 +67,7 @@ def triton_call(
 
 
 def gather(ref: Any, *index: jax.Array | int, mask: jax.Array | None) -> jax.Array:
-    """Elements of `ref` at broadcast indices, 0 where `mask` is false; those are not read. None reads all.
+    """Elements of `ref` at broadcast indices, zero where `mask` is false; those are not read. None reads all.
 
     All arrays broadcast to one shape, as interpreted masked loads require.
     """
@@ -76,7 +76,9 @@ def gather(ref: Any, *index: jax.Array | int, mask: jax.Array | None) -> jax.Arr
     where = tuple(jnp.broadcast_to(i, shape) for i in index)
     if mask is None:
         return plt.load(ref.at[where])
-    zero = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
+    zero: Any = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
+    if ref.dtype == jnp.bool_:
+        zero = False  # interpreted, an integer would make the result integers
     return plt.load(ref.at[where], mask=jnp.broadcast_to(mask, shape), other=zero)
 
 

@@ -8,27 +8,38 @@ import jax.numpy as jnp
 from dspark_jax.config import ModelConfig
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.expert_mlp import expert_mlp
-from dspark_jax.kernels.linear import LayerWeight
-from dspark_jax.kernels.quantized import Weight
+from dspark_jax.kernels.router import route
 from dspark_jax.model.layers import clamped_swiglu, linear, linear_f32
 from dspark_jax.model.params import Block
 
 
-def router_scores(h: jax.Array, w_router: Weight | LayerWeight) -> jax.Array:
-    """sqrt(softplus(h W)) for h [..., M], w_router [E, M] -> [..., E] float32."""
-    return jnp.sqrt(jax.nn.softplus(linear_f32(h, w_router)))
+def choose_experts(
+    h: jax.Array,
+    block: Block,
+    stack: Block,
+    *,
+    layer: jax.Array | int,
+    is_token: jax.Array,
+    table: jax.Array | None = None,
+    token_ids: jax.Array | None = None,
+    cfg: ModelConfig,
+    dispatch: Dispatch,
+) -> tuple[jax.Array, jax.Array]:
+    """Experts int32 [T, k] of h [T, M], and weights float32 [T, k] of sum `routed_scaling_factor`: see `route`.
 
-
-def choose_by_score(scores: jax.Array, bias: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """The k experts [..., k] with the highest score + bias; the bias only selects."""
-    return jax.lax.top_k(scores + bias, cfg.num_experts_per_tok)[1]
-
-
-def expert_weights(scores: jax.Array, expert_ids: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Weights [..., k] of the chosen experts: their scores to sum `routed_scaling_factor`, float32."""
-    chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
-    total = jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20
-    return chosen / total * cfg.routed_scaling_factor
+    Padding goes to no expert, so it costs a grouped kernel nothing.
+    """
+    return route(
+        linear_f32(h, block.w_router),
+        stack.b_router,
+        layer=layer,
+        k=cfg.num_experts_per_tok,
+        scale=cfg.routed_scaling_factor,
+        is_token=is_token,
+        table=table,
+        token_ids=token_ids,
+        dispatch=dispatch,
+    )
 
 
 def expert_block(

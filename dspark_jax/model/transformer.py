@@ -156,17 +156,17 @@ def _layer(
             streams, stack.hyper_ffn, stack.g_ffn, layer=layer, cfg=cfg, dispatch=dispatch
         )
         h = entered.block_input
-        scores = moe.router_scores(h, block.w_router)
-        expert_ids = moe.choose_by_score(scores, block.b_router, cfg)
-        if params.tid2eid is not None:
-            # A choice at run time: a scan of its own for the few hash layers would take as long to compile again.
-            table = params.tid2eid[
-                jnp.minimum(layer, cfg.num_hash_layers - 1), frame.batch.token_ids
-            ]
-            expert_ids = jnp.where(layer < cfg.num_hash_layers, table, expert_ids)
-        weights = moe.expert_weights(scores, expert_ids, cfg)
-        # Padding goes to no expert, so it costs a grouped kernel nothing.
-        expert_ids = jnp.where(frame.batch.is_token[:, None], expert_ids, cfg.n_routed_experts)
+        expert_ids, weights = moe.choose_experts(
+            h,
+            block,
+            stack,
+            layer=layer,
+            is_token=frame.batch.is_token,
+            table=params.tid2eid,
+            token_ids=None if params.tid2eid is None else frame.batch.token_ids,
+            cfg=cfg,
+            dispatch=dispatch,
+        )
         out = moe.expert_block(
             h,
             expert_ids,

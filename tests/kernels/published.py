@@ -23,6 +23,7 @@ from dspark_jax.kernels.quantized import (
     fp4_packed_shape,
     fp4_scale_shape,
 )
+from dspark_jax.kernels.router import route
 from dspark_jax.kernels.rows import RowFormat, empty_keys, empty_rows
 from dspark_jax.kernels.sparse_mla import sparse_mla
 
@@ -139,6 +140,17 @@ def problems(tokens: int, capability: int = 90) -> dict[str, tuple[Callable[...,
                     "w_down": weight(storage, *stack, size["model"], size["width"]),
                 },
                 4,
+            )
+        for name, hashed in (("router", False), ("router with a table", True)):
+            found[f"{name} {model}"] = (
+                lambda tree: route(**tree, layer=1, k=6, scale=1.5, dispatch=dispatch),
+                {
+                    "logits": floats(tokens, size["experts"]),
+                    "bias": floats(size["layers"], size["experts"]),
+                    "is_token": shape(jnp.bool_, tokens),
+                    **({"table": ints(3, 129280, 6), "token_ids": ints(tokens)} if hashed else {}),
+                },
+                1,
             )
         found |= _linears(model, tokens, dispatch)
         found[f"hyper_enter {model}"] = (

@@ -25,6 +25,8 @@ from dspark_jax.kernels.linear import cases as linear_cases
 from dspark_jax.kernels.linear import stacked_linear
 from dspark_jax.kernels.linear.pallas_triton import MANY_TOKENS
 from dspark_jax.kernels.quantized import pack_fp4_scale
+from dspark_jax.kernels.router import cases as router_cases
+from dspark_jax.kernels.router import route
 from dspark_jax.kernels.rows import RowFormat, gather
 from dspark_jax.kernels.sparse_mla import cases as mla_cases
 from dspark_jax.kernels.sparse_mla import sparse_mla
@@ -173,6 +175,39 @@ def test_index_topk_tiny(case: index_cases.Case, row_format: RowFormat) -> None:
 def test_index_topk(case: index_cases.Case, row_format: RowFormat) -> None:
     arguments = index_cases.make(case, fresh_seed(), jnp.bfloat16, row_format=row_format)
     check_choice(arguments, 1e-4)
+
+
+# --- router ------------------------------------------------------------------------------------
+
+ROUTER_CASES = [
+    *router_cases.TEST_CASES,
+    *(
+        router_cases.Case(f"{model} {tokens} {layer}", tokens, layer=layer, hashed=True, padding=3, **size)
+        for model, size in (("flash", router_cases.FLASH), ("pro", router_cases.PRO))
+        for tokens in (5, 2048, 5000)
+        for layer in (1, 3)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROUTER_CASES, ids=lambda case: case.name)
+def test_route(case: router_cases.Case) -> None:
+    out, expected = both(route, router_cases.make(case, fresh_seed()))
+    np.testing.assert_array_equal(out[0], expected[0])
+    assert_close(out[1], expected[1], FLOAT32_GPU, case.name)
+
+
+def test_nan_stays_in_its_row_of_the_router() -> None:
+    arguments = router_cases.make(router_cases.Case("", 40, **router_cases.FLASH), fresh_seed())
+    _, clean = both(route, arguments)
+    logits = arguments["logits"].at[2].set(jnp.nan).at[6, 5].set(-jnp.nan)
+    out, _ = both(route, arguments | {"logits": logits})
+    others = np.delete(np.arange(40), [2, 6])
+    np.testing.assert_array_equal(out[0][others], clean[0][others])
+    assert_close(out[1][others], clean[1][others], FLOAT32_GPU)
+    chosen = np.asarray(out[0])
+    assert all(len(set(row.tolist())) == 6 for row in chosen)
+    assert ((chosen >= 0) & (chosen < 256)).all()
 
 
 # --- experts and linears -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dspark_jax.kernels.expert_mlp import expert_mlp
 from dspark_jax.kernels.expert_mlp.cases import TEST_CASES, Case, make
 from dspark_jax.kernels.expert_mlp.plan import make_plan
 from dspark_jax.kernels.quantized import pack_fp4_scale, unpack_fp4_scale
-from tests.parity.compare import BFLOAT16_OP, FLOAT32_OP, Tolerance, assert_close
+from tests.parity.compare import FLOAT32_OP, Tolerance, assert_close
 from tests.seeds import fresh_seed
 
 INTERPRETED = Dispatch(Backend.PALLAS, interpret=True)
@@ -35,15 +35,18 @@ def test_rows_beyond_float16_are_its_largest_number() -> None:
     """Single experts' rows are written in float16 beside bfloat16 activations."""
     case = next(case for case in TEST_CASES if case.storage == "plain")
     arguments = make(case, fresh_seed(), jnp.bfloat16)
-    arguments |= {"x": jnp.nan_to_num(arguments["x"]), "w_down": arguments["w_down"] * 2.0**24}
+    # One column only: sums that nearly cancel would be as uncertain as their terms are large.
+    w_down = jnp.zeros_like(arguments["w_down"]).at[..., 0].set(2.0**40)
+    arguments |= {"x": jnp.nan_to_num(arguments["x"]), "w_down": w_down}
     most = float(jnp.finfo(jnp.float16).max)
     expected = jnp.zeros(arguments["x"].shape)
     for j in range(arguments["expert_ids"].shape[1]):
         one = {name: arguments[name][:, j : j + 1] for name in ("expert_ids", "weights")}
         row = expert_mlp(**arguments | one, dispatch=Dispatch())
-        assert (jnp.abs(row) > 2 * most).any()
+        assert (jnp.abs(row) > 2 * most).all()
         expected += jnp.clip(row, -most, most)
-    assert_close(expert_mlp(**arguments, dispatch=INTERPRETED), expected, BFLOAT16_OP)
+    out = expert_mlp(**arguments, dispatch=INTERPRETED)
+    assert_close(out, expected, FLOAT16_OPERANDS)
 
 
 @pytest.mark.parametrize("rows", [2, 16])

@@ -154,8 +154,8 @@ def expert_mlp_pallas(
 def row_dtype(activations: Any) -> Any:
     """In which numbers the rows of single experts are written and read again.
 
-    float16 keeps eight times the precision of bfloat16, to which their sum is rounded, and takes half the traffic of
-    float32. Beyond its range a row is set to its largest number.
+    float16 keeps eight times the precision of bfloat16, to which their sum is rounded, and takes half the traffic
+    of float32. What is beyond its range becomes its largest number.
     """
     return jnp.float16 if activations == jnp.bfloat16 else jnp.float32
 
