@@ -26,7 +26,7 @@ from dspark_jax.kernels.weight_tile import weight_bits
 def expert_problems(dispatch: Dispatch) -> Iterator[Callable[[], Problem]]:
     """Routed experts at Flash sizes in every storage, with uneven routing."""
     for storage, sizes in (
-        ("fp4", (8, 64, 256, 512, 1024, 2048, 8192)),
+        ("fp4", (8, 64, 256, 512, 768, 1024, 1536, 2048, 8192)),
         ("fp8", (64, 2048)),
         ("plain", (64, 512)),
     ):
@@ -109,12 +109,14 @@ def _expert(tokens: int, storage: str, stack: _LazyStack, dispatch: Dispatch) ->
     variants = {}
     # A tile of fp8 weights is at most 128 columns of the input deep, one of fp4 in quarters at least.
     depths = {"plain": (32, 64, 128), "fp8": (128,), "fp4": (128, 256, 512)}[storage]
-    if default.in_order:
-        depths = (64, 128)
+    ways = {default.in_order: (64, 128) if default.in_order else depths}
+    if storage == "fp4":
+        ways = {default.in_order: ways[default.in_order], True: (64, 128), False: depths}
     rows = [r for r in (default.rows // 2, default.rows, 2 * default.rows) if r >= 16]
     tiles = [
-        expert.Tile(*sizes, weights_first=default.weights_first, in_order=default.in_order)
-        for sizes in itertools.product(rows, (64, 128, 256), depths, (4, 8), (2, 3, 4, 5))
+        expert.Tile(*sizes, weights_first=default.weights_first, in_order=in_order)
+        for in_order, deep in ways.items()
+        for sizes in itertools.product(rows, (64, 128, 256), deep, (4, 8), (2, 3, 4, 5))
     ]
     for tile in nearest(tiles, default, most=4):
         variants[label(tile)] = partial(run, tile)
