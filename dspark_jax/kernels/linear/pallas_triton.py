@@ -90,7 +90,8 @@ def stacked_linear_pallas(
     tokens, groups, inner = x.shape
     dtype = dtype or x.dtype
     if tile is None and tokens >= MANY_TOKENS:
-        return stacked_linear_reference(x, stack, layer=layer, dtype=dtype)
+        # The library's sums are float32 all the same, but it would write them out for another pass to round.
+        return stacked_linear_reference(x, stack, layer=layer, dtype=dtype, written=dtype)
     outputs = stack.shape[-2] // groups
     tile = tile or default_tile(
         tokens=tokens,

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from dspark_jax.kernels.quantized import Weight, dequantize, take
 
 
-def stacked_linear_reference(x: jax.Array, stack: Weight, *, layer, dtype: Any = None) -> jax.Array:
-    """See `stacked_linear` for arguments and result."""
+def stacked_linear_reference(
+    x: jax.Array, stack: Weight, *, layer, dtype: Any = None, written: Any = jnp.float32
+) -> jax.Array:
+    """See `stacked_linear` for arguments and result; `written` is the dtype asked of the product."""
     groups, inner = x.shape[1:]
     matrix = dequantize(take(stack, (layer,)), x.dtype).reshape(groups, -1, inner)
     # A GPU would round float32 operands to ten bits, which the kernels do not.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = jnp.einsum(
-        "tgk,gnk->tgn", x, matrix, precision=precision, preferred_element_type=jnp.float32
-    )
+    out = jnp.einsum("tgk,gnk->tgn", x, matrix, precision=precision, preferred_element_type=written)
     return out.astype(dtype or x.dtype)
