@@ -46,7 +46,7 @@ def _sparse_mla(
     store = jax.jit(lambda rows: encode(rows, like))
     made = mla_cases.make(case, 1, jnp.bfloat16)
     key = jax.random.key(2)
-    arrays = {k: v for k, v in made.items() if k not in ("layer", "entry_layer")}
+    arrays = {k: v for k, v in made.items() if k not in ("layer", "entry_layer", "norm_eps")}
     # Every row may be read: fresh numbers in place of the poison, more layers and a larger pool.
     window = jax.random.normal(key, (layers, *made["window"].shape[1:]), jnp.bfloat16)
     entries = jax.random.normal(key, (layers, pool // 64, 64, case.width), jnp.bfloat16)
@@ -62,12 +62,18 @@ def _sparse_mla(
     def run(tile, arrays, i):
         layer = i % layers
         return mla.sparse_mla_pallas(
-            **arrays, layer=layer, entry_layer=layer, dispatch=dispatch, tile=tile
+            **arrays,
+            layer=layer,
+            entry_layer=layer,
+            norm_eps=mla_cases.NORM_EPS,
+            dispatch=dispatch,
+            tile=tile,
         )
 
     def check() -> float:
         where = {"layer": jnp.int32(1), "entry_layer": jnp.int32(1)}
-        expected = jax.jit(sparse_mla_reference)(**arrays, **where)
+        reference = partial(sparse_mla_reference, norm_eps=mla_cases.NORM_EPS)
+        expected = jax.jit(reference)(**arrays, **where)
         return relative_error(jax.jit(partial(run, None))(arrays, jnp.int32(1)), expected)
 
     rows = case.window + case.listed

@@ -134,3 +134,29 @@ def multiprocessors(capability: int) -> int:
 def loop(begin: jax.Array | int, end: jax.Array | int, body: Callable, start: Any) -> Any:
     """`fori_loop` with int32 bounds read from memory: early exit instead of masked work."""
     return jax.lax.fori_loop(jnp.int32(begin), jnp.int32(end), body, start)
+
+
+def computed_once(compute: Callable[[], Any], like: Any, index: jax.Array) -> Any:
+    """`compute()`, a tree of arrays like `like`, whose arithmetic stays in front of the loops that use the result.
+
+    The compiler repeats cheap arithmetic in a loop if that spares converting the result for a product there. It
+    does not look into another loop: so this is one of a single turn. `index` is any number from 0 that is known at
+    run time only, such as a program's, else the turn would be unrolled.
+    """
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return loop(0, jnp.minimum(index + 1, 1), lambda _, __: compute(), start)
+
+
+def as_if_loaded(body: Callable[[Any], None], values: Any, index: jax.Array) -> None:
+    """`body(values)`, where a product of wgmma with one of the values as its left side reads it in shared memory.
+
+    There the compiler keeps what it sees loaded; what was computed it copies to registers before every product,
+    and waits after each step of it. What a loop hands on counts as loaded: so this is a loop of a single turn,
+    which hands on something else, or it would be cleared away. `index` as in `computed_once`.
+    """
+
+    def turn(_, given):
+        body(given)
+        return jax.tree.map(jnp.zeros_like, given)
+
+    loop(0, jnp.minimum(index + 1, 1), turn, values)

@@ -47,16 +47,18 @@ def latent_rows(
     return rotate(rms_norm(linear(h, block.w_kv), block.g_kv, eps), positions, frequencies)
 
 
+def query_heads(h: jax.Array, block: Block, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Query heads [..., H, D] as projected, and the normed latent [..., q_lora] they come from."""
+    latent = rms_norm(linear(h, block.w_q_a), block.g_q, cfg.rms_norm_eps)
+    heads = linear(latent, block.w_q_b)
+    return heads.reshape(*heads.shape[:-1], cfg.num_attention_heads, cfg.head_dim), latent
+
+
 def queries(
     h: jax.Array, block: Block, positions: jax.Array, frequencies: np.ndarray, cfg: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Rotated queries [..., H, D] and the normed latent [..., q_lora] they come from.
-
-    A weighted norm on the latent, then an unweighted one on each head.
-    """
-    latent = rms_norm(linear(h, block.w_q_a), block.g_q, cfg.rms_norm_eps)
-    heads = linear(latent, block.w_q_b)
-    heads = heads.reshape(*heads.shape[:-1], cfg.num_attention_heads, cfg.head_dim)
+    """`query_heads`, each head normed without weights and rotated: what `attend` leaves to its kernel."""
+    heads, latent = query_heads(h, block, cfg)
     return rotate(rms_norm(heads, None, cfg.rms_norm_eps), positions, frequencies), latent
 
 
@@ -185,12 +187,13 @@ def attend(
     *,
     layer: jax.Array,
     frequencies: np.ndarray,
+    norm_eps: float,
     entries: Rows | None = None,
     entry_layer: jax.Array | int = 0,
     places: jax.Array | None = None,
     counts: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of every token over ring, step and listed entries -> [T, H, D], rotated back."""
+    """Attention of every token's `query_heads` over ring, step and listed entries -> [T, H, D], rotated back."""
     batch = frame.batch
     return sparse_mla(
         q,
@@ -207,7 +210,8 @@ def attend(
         is_token=batch.is_token,
         entry_places=places,
         entry_counts=counts,
-        unrotate=rotary_angles(batch.positions, frequencies),
+        norm_eps=norm_eps,
+        rotation=rotary_angles(batch.positions, frequencies),
         dispatch=frame.dispatch,
     )
 

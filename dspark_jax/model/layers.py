@@ -11,6 +11,7 @@ import numpy as np
 from dspark_jax.config import ModelConfig
 from dspark_jax.kernels.linear import LayerWeight, stacked_linear
 from dspark_jax.kernels.quantized import Weight, dequantize
+from dspark_jax.kernels.rotary import turn_pairs
 
 
 def rms_norm(x: jax.Array, gain: jax.Array | None, eps: float) -> jax.Array:
@@ -63,16 +64,11 @@ def rotate(
 
     `positions` [...] broadcasts over x without its last axis, from the left. Angles and products are float32.
     """
-    width = 2 * len(frequencies)
     cos, sin = (
         a.reshape(a.shape[:-1] + (1,) * (x.ndim - a.ndim) + a.shape[-1:])
         for a in rotary_angles(positions, frequencies)
     )
-    sin = -sin if inverse else sin
-    kept, tail = x[..., :-width], x[..., -width:].astype(jnp.float32)
-    even, odd = tail[..., 0::2], tail[..., 1::2]
-    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
-    return jnp.concatenate([kept, turned.reshape(tail.shape).astype(x.dtype)], axis=-1)
+    return turn_pairs(x, cos, -sin if inverse else sin)
 
 
 def linear(x: jax.Array, weight: Weight | LayerWeight) -> jax.Array:

@@ -190,7 +190,7 @@ def _attention(
     """Attention block of one kind: output [T, M], carry with new entries, the layer's rows."""
     positions = frame.batch.positions
     frequencies = rotary_frequencies(cfg, compressed=attn.has_compressor(kind))
-    q, latent = attn.queries(h, block, positions, frequencies, cfg)
+    q, latent = attn.query_heads(h, block, cfg)
     rows = attn.latent_rows(h, block, positions, frequencies, cfg.rms_norm_eps)
     rows = as_stored(rows, cache.window)
     main_open = index_open = entries = places = counts = None
@@ -235,6 +235,7 @@ def _attention(
         frame,
         layer=layer,
         frequencies=frequencies,
+        norm_eps=cfg.rms_norm_eps,
         entries=entries,
         entry_layer=own,
         places=places,

@@ -97,7 +97,9 @@ def problems(tokens: int, capability: int = 90) -> dict[str, tuple[Callable[...,
     for model, size in MODELS.items():
         for row_format in (RowFormat.PLAIN, RowFormat.FP8):
             found[f"sparse_mla {model} {row_format.value}"] = (
-                lambda tree: sparse_mla(**tree, layer=3, entry_layer=1, dispatch=dispatch),
+                lambda tree: sparse_mla(
+                    **tree, layer=3, entry_layer=1, norm_eps=1e-6, dispatch=dispatch
+                ),
                 {
                     "q": halves(tokens, size["heads"], 512),
                     "window": cache_rows(row_format, size["layers"], 256, 128),
@@ -108,7 +110,7 @@ def problems(tokens: int, capability: int = 90) -> dict[str, tuple[Callable[...,
                     "is_token": shape(jnp.bool_, tokens),
                     "entry_places": ints(tokens, size["topk"]),
                     "entry_counts": ints(tokens),
-                    "unrotate": (floats(tokens, 32), floats(tokens, 32)),
+                    "rotation": (floats(tokens, 32), floats(tokens, 32)),
                 },
                 2 if tokens * size["heads"] <= 64 * 64 else 1,
             )

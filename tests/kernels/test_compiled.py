@@ -110,7 +110,7 @@ def test_sparse_mla_many_tokens_equal_few(row_format: RowFormat) -> None:
     case = mla_cases.prefill_case(2048, **mla_cases.FLASH)
     arguments = mla_cases.make(case, fresh_seed(), jnp.bfloat16, pool=16384, row_format=row_format)
     per_token = ("q", "slots", "positions", "starts", "row_heads", "is_token")
-    per_token += ("entry_places", "entry_counts", "unrotate")
+    per_token += ("entry_places", "entry_counts", "rotation")
     whole = sparse_mla(**arguments, dispatch=default_dispatch())
     some = slice(1000, 1200)
     # The rows of the step stay; the tokens that attend are a few.

@@ -45,6 +45,69 @@ def test_bfloat16_rows() -> None:
     assert_close(out, sparse_mla(**arguments, dispatch=Dispatch()), BFLOAT16_OP)
 
 
+def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """Neighbours in the last channels of x [..., D], as complex numbers, times angles [R/2] of modulus one."""
+    kept, tail = np.split(x, [x.shape[-1] - 2 * angles.shape[-1]], axis=-1)
+    pairs = (tail[..., 0::2] + 1j * tail[..., 1::2]) * angles
+    return np.concatenate([kept, np.stack([pairs.real, pairs.imag], -1).reshape(tail.shape)], -1)
+
+
+def by_hand(arguments: dict[str, Any]) -> np.ndarray:
+    """The definition token by token in float64, for rows in numbers."""
+    given = {k: np.asarray(v) for k, v in arguments.items() if k != "rotation" and v is not None}
+    window, entries = given["window"][1], given["entries"][1]
+    entries = entries.reshape(-1, entries.shape[-1])
+    length, out = len(window[0]), np.zeros(given["q"].shape)
+    for t in np.flatnonzero(given["is_token"]):
+        position, start = given["positions"][t], given["starts"][t]
+        seen = np.arange(max(0, position - length + 1), position + 1)
+        ring, step = seen[seen < start], seen[seen >= start]
+        chosen = given["entry_places"][t, : given["entry_counts"][t]]
+        rows = np.concatenate(
+            [
+                window[given["slots"][t], ring % length],
+                given["step_rows"][given["row_heads"][t] + step - start],
+                entries[chosen],
+            ]
+        ).astype(np.float64)
+        angles = np.zeros(0)
+        if arguments["rotation"] is not None:
+            cos, sin = arguments["rotation"]
+            angles = np.asarray(cos[t] + 1j * sin[t])
+        q = given["q"][t].astype(np.float64)
+        q /= np.sqrt(np.mean(q**2, axis=-1, keepdims=True) + given["norm_eps"])
+        weights = np.exp(turned(q, angles) @ rows.T * q.shape[-1] ** -0.5)
+        total = weights.sum(axis=-1, keepdims=True) + np.exp(given["attn_sink"])[:, None]
+        out[t] = turned(weights / total @ rows, angles.conj())
+    return out
+
+
+@pytest.mark.parametrize(("block", "splits"), [(16, 3), (64, 1)])
+@pytest.mark.parametrize(
+    ("row_format", "width", "rotary", "part"),
+    [
+        (RowFormat.PLAIN, 32, 0, 32),
+        (RowFormat.PLAIN, 32, 8, 32),
+        (RowFormat.PLAIN, 64, 24, 16),  # channels to turn begin within a part
+        (RowFormat.FP8, 32, 8, 32),
+        (RowFormat.FP8, 200, 40, 32),  # the last part is wider than what it holds
+    ],
+)
+def test_queries_come_as_projected(
+    row_format: RowFormat, width: int, rotary: int, part: int, block: int, splits: int
+) -> None:
+    rows = Row(5, 3), Row(63, 1)
+    case = Case("", rows, heads=3, width=width, window=8, listed=24, padding=1, rotary=rotary)
+    arguments = make(case, fresh_seed(), jnp.float32, row_format=row_format)
+    # A head of zeros, and heads whose mean square is about as large as what is added to it.
+    arguments["q"] = arguments["q"].at[0, 1].set(0).at[1].multiply(1e-3)
+    expected = by_hand(in_numbers(arguments))
+    tile = Tile(heads=block, keys=16, step_keys=16, part=part, splits=splits, warps=4, stages=1)
+    out = sparse_mla_pallas(**arguments, dispatch=INTERPRETED, tile=tile)
+    assert_close(out, expected, FLOAT32_OP)
+    assert_close(sparse_mla(**arguments, dispatch=Dispatch()), expected, FLOAT32_OP)
+
+
 def in_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same arguments with ring and entries as float32 arrays."""
     return arguments | {name: decode(arguments[name]) for name in ("window", "entries")}

@@ -27,10 +27,13 @@ def sparse_mla(
     is_token: jax.Array,
     entry_places: jax.Array | None,
     entry_counts: jax.Array | None,
-    unrotate: tuple[jax.Array, jax.Array] | None = None,
+    norm_eps: float,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
     dispatch: Dispatch,
 ) -> jax.Array:
-    """softmax([q . k * D^-1/2, sink]) over three sources of rows k, applied to the same rows; sink has no value.
+    """softmax([u . k * D^-1/2, sink]) over three sources of rows k, applied to the same rows; sink has no value.
+
+    u = rotated(q * rsqrt(mean(q^2) + norm_eps)) for each head, and the output is rotated back.
 
     Sources of token t of a request whose first token in this step stands at position `start`:
       ring   positions t-W+1 .. start-1, from `window[layer, slot, position mod W]`
@@ -38,14 +41,15 @@ def sparse_mla(
       pages  the first `entry_counts` of `entry_places`, from `entries[entry_layer]` flattened over pages
 
     Args:
-      q: [T, H, D], rotated and normalised. window: [L, slots, W, D] in any format. step_rows: [T, D], plain.
+      q: [T, H, D], as projected. window: [L, slots, W, D] in any format. step_rows: [T, D], plain.
       entries: [L_e, P, S, D] in the format of `window`, or None for a sliding-only layer;
         entry_places: int32 [T, K] into P*S;
         entry_counts: int32 [T].
       attn_sink: float32 [H], not scaled.
       slots, positions, starts, row_heads: int32 [T]; is_token: bool [T], False for padding.
-      unrotate: cos and sin, float32 [T, R/2]: by these angles the last R channels of the output are turned back,
-        in interleaved pairs, because the value carries the rotation of its position. None leaves them.
+      rotation: cos and sin, float32 [T, R/2]: by these angles the last R channels of a query are turned, in
+        interleaved pairs, and those of the output turned back, because a value carries the rotation of its
+        position. None leaves both.
 
     Returns:
       [T, H, D] in the dtype of q; zeros for padding. Softmax and sums are float32. Every real token has at least
@@ -72,5 +76,6 @@ def sparse_mla(
         is_token=is_token,
         entry_places=entry_places,
         entry_counts=entry_counts,
-        unrotate=unrotate,
+        norm_eps=norm_eps,
+        rotation=rotation,
     )

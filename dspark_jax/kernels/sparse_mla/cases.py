@@ -35,6 +35,7 @@ class Case:
     ratio: int = 4
 
 
+NORM_EPS = 1e-6
 TINY = {"heads": 3, "width": 32, "window": 8, "rotary": 8}
 
 TEST_CASES = (
@@ -132,7 +133,8 @@ def make(
         "is_token": jnp.asarray(is_token),
         "entry_places": None if places is None else jnp.asarray(places),
         "entry_counts": jnp.asarray(counts) if case.listed else None,
-        "unrotate": (jnp.cos(angle), jnp.sin(angle)) if case.rotary else None,
+        "norm_eps": NORM_EPS,
+        "rotation": (jnp.cos(angle), jnp.sin(angle)) if case.rotary else None,
     }
 
 

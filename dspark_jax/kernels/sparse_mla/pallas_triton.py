@@ -7,6 +7,9 @@ split over programs, and a second kernel merges the parts by their log-sum-exp.
 Each of the three sources is a list of places per token and a count; the lists are cut into tiles, and a program
 takes a run of them. The places of the window could be computed here, but a place that is loaded keeps the compiler
 from buffering more row tiles than fit shared memory. Scores are kept in base two.
+
+Queries are normed and rotated once per program, ahead of its rows. How that is written decides where the compiler
+keeps them and whether it does so again for every tile of rows: look at the machine code after a change.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from dspark_jax.kernels.rows import Fp8Rows, by_place, plain_values
 from dspark_jax.kernels.triton import (
     LOG2_E,
     MASKED,
+    as_if_loaded,
+    computed_once,
     dot,
     gather,
     loop,
@@ -116,7 +121,8 @@ def sparse_mla_pallas(
     is_token,
     entry_places,
     entry_counts,
-    unrotate=None,
+    norm_eps,
+    rotation=None,
     dispatch: Dispatch,
     tile: Tile | None = None,
 ) -> jax.Array:
@@ -159,7 +165,7 @@ def sparse_mla_pallas(
         refs["listed"] = by_place(entries)
         refs["listed_places"] = entry_places
         refs["listed_counts"] = jnp.where(is_token, entry_counts, 0)
-    angles = {} if unrotate is None else dict(zip(("cos", "sin"), unrotate))
+    angles = {} if rotation is None else dict(zip(("cos", "sin"), rotation))
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     half = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
     split_out = (
@@ -168,8 +174,8 @@ def sparse_mla_pallas(
     )
 
     out = _call(
-        partial(_attend, tile=tile, parts=parts, dtype=dtype),
-        refs if tile.splits > 1 else refs | angles,
+        partial(_attend, tile=tile, parts=parts, dtype=dtype, norm_eps=norm_eps),
+        refs | angles,
         grid=(pl.cdiv(heads, tile.heads), tokens, tile.splits),
         out_shape=(whole,) if tile.splits == 1 else split_out,
         name="sparse_mla",
@@ -202,19 +208,48 @@ def _call(body, refs: Mapping[str, Any], **options: Any) -> Any:
 
 
 def _attend(
-    refs: dict[str, Any], outs: tuple[Any, ...], *, tile: Tile, parts: tuple[Part, ...], dtype: Any
+    refs: dict[str, Any],
+    outs: tuple[Any, ...],
+    *,
+    tile: Tile,
+    parts: tuple[Part, ...],
+    dtype: Any,
+    norm_eps: float,
 ) -> None:
     """Body: one block of heads, one token, one run of tiles; rows and queries meet in `dtype`.
 
     Refs: q [T, H, D]; sink [H]; layers [2]; slots [T]; ring [L, slots, W, D], step [T, D], listed [L_e, P*S, D],
     each with places [T, K] and counts [T], ring and listed perhaps `Fp8Rows`; cos and sin [T, R/2]. `outs` is
-    out [T, H, D], or partial [splits, T, H, D] and lse [splits, T, H].
+    out [T, H, D], or partial [splits, T, H, D], not rotated back, and lse [splits, T, H].
     """
     token, split = pl.program_id(1), pl.program_id(2)
-    heads, width = refs["q"].shape[1:]
     head = pl.program_id(0) * tile.heads + jnp.arange(tile.heads)
+    queries = partial(_queries, refs, token, head, parts, dtype=dtype, norm_eps=norm_eps)
+    fixed = {"refs": refs, "outs": outs, "tile": tile, "parts": parts, "dtype": dtype}
+    attend = partial(_attend_with, token=token, split=split, head=head, **fixed)
+    # wgmma multiplies 64 rows. Beside fp8 rows there are registers for queries, but not for a loop around it all.
+    if tile.heads >= 64 and not isinstance(refs["ring"], Fp8Rows):
+        as_if_loaded(attend, queries(), token)
+    else:
+        like = [jax.ShapeDtypeStruct((tile.heads, part.size), dtype) for part in parts]
+        attend(computed_once(queries, like, token))
+
+
+def _attend_with(
+    q: list[jax.Array],
+    *,
+    refs: dict[str, Any],
+    outs: tuple[Any, ...],
+    token: jax.Array,
+    split: jax.Array,
+    head: jax.Array,
+    tile: Tile,
+    parts: tuple[Part, ...],
+    dtype: Any,
+) -> None:
+    """The body from where queries are as they meet the rows, by parts [heads, size]; `head` [heads] names them."""
+    heads, width = refs["q"].shape[1:]
     is_head = head < heads
-    q = load_parts(refs["q"], (token,), head, is_head, parts, dtype)
     sources: list[tuple[str, tuple[Any, ...], int]] = [
         ("ring", (refs["layers"][0], refs["slots"][token]), tile.keys),
         ("step", (), tile.step_keys),
@@ -266,7 +301,9 @@ def _attend(
     out, *lse = outs
     lead = (split,) if lse else ()
     for part, s in zip(parts, sums):
-        value = _rotate_back(s * scale[:, None], refs, token, part, width)
+        value = s * scale[:, None]
+        if not lse:
+            value = _rotate(value, refs, token, part, width, inverse=True)
         place = (*lead, token, head[:, None], part.channels[None])
         scatter(out, *place, value=value, mask=part.mask(is_head))
     if lse:
@@ -293,15 +330,42 @@ def _merge(refs: dict[str, Any], outs: tuple[Any, ...], *, splits: int) -> None:
         (part,) = load_parts(refs["partial"], (s, token), head, is_head, (whole,), jnp.float32)
         total += weight
         value += weight[:, None] * part
-    value = _rotate_back(value / total[:, None], refs, token, whole, width)
+    value = _rotate(value / total[:, None], refs, token, whole, width, inverse=True)
     place = (token, head[:, None], whole.channels[None])
     scatter(out, *place, value=value, mask=whole.mask(is_head))
 
 
-def _rotate_back(
-    value: jax.Array, refs: dict[str, Any], token: jax.Array, part: Part, width: int
+def _queries(
+    refs: dict[str, Any],
+    token: jax.Array,
+    head: jax.Array,
+    parts: tuple[Part, ...],
+    *,
+    dtype: Any,
+    norm_eps: float,
+) -> list[jax.Array]:
+    """Heads of a token by parts [heads, size] in `dtype`: normed and rotated, 0 where there is no head."""
+    heads, width = refs["q"].shape[1:]
+    is_head = head < heads
+    raw = load_parts(refs["q"], (token,), head, is_head, parts, refs["q"].dtype)
+    squares = sum(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1) for x in raw)
+    factor = lax.rsqrt(squares / width + norm_eps)[:, None]
+    turned = (
+        _rotate(x.astype(jnp.float32), refs, token, part, width) for x, part in zip(raw, parts)
+    )
+    return [(x * factor).astype(dtype) for x in turned]
+
+
+def _rotate(
+    value: jax.Array,
+    refs: dict[str, Any],
+    token: jax.Array,
+    part: Part,
+    width: int,
+    *,
+    inverse: bool = False,
 ) -> jax.Array:
-    """Turn the rotary channels in value [heads, size], which are `part` of `width`, back.
+    """Turn the rotary channels in float32 value [heads, size], which are `part` of `width`, or turn them back.
 
     cos and sin are [T, R/2]; without them nothing is turned. Channels before the last R have angle zero.
     """
@@ -317,7 +381,8 @@ def _rotate_back(
         inside &= pair < rotary // 2
     cos = jnp.where(inside, gather(refs["cos"], token, pair, mask=inside), 1.0)
     sin = gather(refs["sin"], token, pair, mask=inside)
+    sin = -sin if inverse else sin
     even, odd = lax.split(value.reshape(-1, size // 2, 2), (1, 1), axis=2)
     even, odd = even.reshape(-1, size // 2), odd.reshape(-1, size // 2)
-    turned = (even * cos + odd * sin)[..., None], (odd * cos - even * sin)[..., None]
+    turned = (even * cos - odd * sin)[..., None], (odd * cos + even * sin)[..., None]
     return lax.concatenate(turned, dimension=2).reshape(-1, size)

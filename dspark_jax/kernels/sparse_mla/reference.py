@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.kernels.rotary import turn_pairs
 from dspark_jax.kernels.rows import by_place, gather
 
 # Tokens whose gathered rows a CPU works on together: more would not stay in its cache.
@@ -26,7 +27,7 @@ class _Token(NamedTuple):
     is_token: jax.Array
     entry_places: jax.Array  # [K]
     entry_count: jax.Array
-    unrotate: tuple[jax.Array, jax.Array] | None  # [R/2] each
+    rotation: tuple[jax.Array, jax.Array] | None  # [R/2] each
 
 
 def sparse_mla_reference(
@@ -45,10 +46,14 @@ def sparse_mla_reference(
     is_token,
     entry_places,
     entry_counts,
-    unrotate=None,
+    norm_eps,
+    rotation=None,
 ) -> jax.Array:
     """See `sparse_mla` for arguments and result."""
     count, _, width = q.shape
+    q = _normed(q, norm_eps)
+    if rotation is not None:
+        q = turn_pairs(q, *(a[:, None] for a in rotation))
     length = window.shape[2]
     pool = None
     if entries is None:
@@ -75,17 +80,14 @@ def sparse_mla_reference(
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0) + jnp.exp(attn_sink - top)
         out = jnp.einsum("kh,kd->hd", weights, keys) / total[:, None]
-        if token.unrotate is not None:
-            cos, sin = token.unrotate
-            kept, tail = jnp.split(out, [width - 2 * cos.shape[-1]], axis=-1)
-            even, odd = tail[:, 0::2], tail[:, 1::2]
-            turned = jnp.stack([even * cos + odd * sin, odd * cos - even * sin], axis=-1)
-            out = jnp.concatenate([kept, turned.reshape(tail.shape)], axis=-1)
+        if token.rotation is not None:
+            cos, sin = token.rotation
+            out = turn_pairs(out, cos, -sin)
         return out.astype(q.dtype)
 
     def attend_all(places: jax.Array) -> jax.Array:
         bounds = (slots, positions, starts, row_heads, is_token)
-        tokens = _Token(q, *bounds, places, entry_counts, unrotate)
+        tokens = _Token(q, *bounds, places, entry_counts, rotation)
         if count <= _BLOCK:
             return jax.vmap(attend)(tokens)
         return jax.lax.map(attend, tokens, batch_size=_BLOCK)
@@ -98,3 +100,10 @@ def sparse_mla_reference(
         lambda: attend_all(entry_places[:, :_FEW_ENTRIES]),
         lambda: attend_all(entry_places),
     )
+
+
+def _normed(q: jax.Array, eps: float) -> jax.Array:
+    """q [..., D] over its root mean square, which is float32, in the dtype of q."""
+    wide = q.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return wide.astype(q.dtype)
