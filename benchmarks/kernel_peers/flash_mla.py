@@ -1,8 +1,8 @@
 """FlashMLA beside `sparse_mla`: the same steps, with its fp8 V4 rows and with bfloat16 rows.
 
 As in our problem, tokens of one request see windows that overlap, entries are drawn at random from a large pool,
-and each call reads another layer. FlashMLA takes queries as they meet the rows; ours also norms and rotates them,
-and rotates its output back.
+and each call reads another layer. FlashMLA takes queries as they meet the rows, as ours does beside it; ours
+rotates its output back as well.
 """
 
 from __future__ import annotations

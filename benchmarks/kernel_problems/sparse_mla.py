@@ -21,10 +21,16 @@ POOL = 131072
 
 
 def sparse_mla_problems(dispatch: Dispatch) -> Iterator[Callable[[], Problem]]:
-    """Decode steps at Flash and Pro sizes, and a prompt chunk: 128 window rows and 512 or 1024 entries."""
+    """Decode steps at Flash and Pro sizes, and a prompt chunk: 128 window rows and 512 or 1024 entries.
+
+    Queries are ready, as peers take them, but for the cases that say otherwise.
+    """
     for tokens in (1, 16, 64, 256, 1024, 2048):
         case = mla_cases.decode_case(tokens, **mla_cases.FLASH)
         yield partial(_sparse_mla, "flash", case, dispatch)
+    for tokens in (16, 64, 256, 2048):
+        case = mla_cases.decode_case(tokens, **mla_cases.FLASH)
+        yield partial(_sparse_mla, "flash", case, dispatch, raw=True)
     for tokens in (16, 64, 256, 2048):
         case = mla_cases.decode_case(tokens, **mla_cases.FLASH)
         yield partial(_sparse_mla, "flash", case, dispatch, RowFormat.FP8)
@@ -39,6 +45,8 @@ def _sparse_mla(
     case: mla_cases.Case,
     dispatch: Dispatch,
     row_format: RowFormat = RowFormat.PLAIN,
+    *,
+    raw: bool = False,
 ) -> Problem:
     layers, pool = 6, POOL
     is_fp8 = row_format is RowFormat.FP8
@@ -59,20 +67,22 @@ def _sparse_mla(
         "entry_counts": jnp.full(tokens, case.listed, jnp.int32),
     }
 
+    norm_eps = mla_cases.NORM_EPS if raw else None
+
     def run(tile, arrays, i):
         layer = i % layers
         return mla.sparse_mla_pallas(
             **arrays,
             layer=layer,
             entry_layer=layer,
-            norm_eps=mla_cases.NORM_EPS,
+            norm_eps=norm_eps,
             dispatch=dispatch,
             tile=tile,
         )
 
     def check() -> float:
         where = {"layer": jnp.int32(1), "entry_layer": jnp.int32(1)}
-        reference = partial(sparse_mla_reference, norm_eps=mla_cases.NORM_EPS)
+        reference = partial(sparse_mla_reference, norm_eps=norm_eps)
         expected = jax.jit(reference)(**arrays, **where)
         return relative_error(jax.jit(partial(run, None))(arrays, jnp.int32(1)), expected)
 
@@ -108,7 +118,7 @@ def _sparse_mla(
     row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(like))
     return Problem(
         kernel="sparse_mla",
-        case=f"{model} {case.name}{' fp8 rows' if is_fp8 else ''}",
+        case=f"{model} {case.name}{' fp8 rows' if is_fp8 else ''}{' raw queries' if raw else ''}",
         arguments=arrays,
         run=partial(run, None),
         check=check,

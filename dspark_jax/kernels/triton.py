@@ -147,18 +147,3 @@ def computed_once(compute: Callable[[], Any], like: Any, index: jax.Array) -> An
     """
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     return loop(0, jnp.minimum(index + 1, 1), lambda _, __: compute(), start)
-
-
-def as_if_loaded(body: Callable[[Any], None], values: Any, index: jax.Array) -> None:
-    """`body(values)`, where a product of wgmma with one of the values as its left side reads it in shared memory.
-
-    There the compiler keeps what it sees loaded; what was computed it copies to registers before every product,
-    and waits after each step of it. What a loop hands on counts as loaded: so this is a loop of a single turn,
-    which hands on something else, or it would be cleared away. `index` as in `computed_once`.
-    """
-
-    def turn(_, given):
-        body(given)
-        return jax.tree.map(jnp.zeros_like, given)
-
-    loop(0, jnp.minimum(index + 1, 1), turn, values)

@@ -159,3 +159,15 @@ def test_few_tokens_are_split_and_many_are_not() -> None:
     tiles = [default_tile(tokens=tokens, **sizes, is_fp8=True) for tokens in (16, 64, 256, 2048)]
     assert [(t.heads, t.warps, t.keys) for t in tiles] == 4 * [(64, 8, 64)]
     assert [(t.splits, t.stages) for t in tiles] == [(8, 1), (2, 5), (1, 5), (1, 5)]
+
+
+@pytest.mark.parametrize("dispatch", [Dispatch(), INTERPRETED], ids=["reference", "interpreted"])
+def test_queries_may_come_ready(dispatch: Dispatch) -> None:
+    case = next(c for c in TEST_CASES if c.name == "mixed_lengths")
+    arguments = make(case, fresh_seed(), jnp.float32)
+    q = np.asarray(arguments["q"], np.float64)
+    q /= np.sqrt(np.mean(q**2, axis=-1, keepdims=True) + arguments["norm_eps"])
+    cos, sin = (np.asarray(angle)[:, None] for angle in arguments["rotation"])
+    ready = {"q": jnp.asarray(turned(q, cos + 1j * sin), jnp.float32), "norm_eps": None}
+    expected = sparse_mla(**arguments, dispatch=Dispatch())
+    assert_close(sparse_mla(**arguments | ready, dispatch=dispatch), expected, FLOAT32_OP)

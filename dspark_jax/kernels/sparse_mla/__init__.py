@@ -28,14 +28,15 @@ def sparse_mla(
     is_token: jax.Array,
     entry_places: jax.Array | None,
     entry_counts: jax.Array | None,
-    norm_eps: float,
+    norm_eps: float | None,
     lists: WindowLists | None = None,
     rotation: tuple[jax.Array, jax.Array] | None = None,
     dispatch: Dispatch,
 ) -> jax.Array:
     """softmax([u . k * D^-1/2, sink]) over three sources of rows k, applied to the same rows; sink has no value.
 
-    u = rotated(q * rsqrt(mean(q^2) + norm_eps)) for each head, and the output is rotated back.
+    u = rotated(q * rsqrt(mean(q^2) + norm_eps)) for each head, and the output is rotated back. Without `norm_eps`
+    q is u already.
 
     Sources of token t of a request whose first token in this step stands at position `start`:
       ring   positions t-W+1 .. start-1, from `window[layer, slot, position mod W]`

@@ -8,8 +8,9 @@ Each of the three sources is a list of places per token and a count; the lists a
 takes a run of them. The places of the window could be computed here, but a place that is loaded keeps the compiler
 from buffering more row tiles than fit shared memory. Scores are kept in base two.
 
-Queries are normed and rotated once per program, ahead of its rows. How that is written decides where the compiler
-keeps them and whether it does so again for every tile of rows: look at the machine code after a change.
+Queries are normed and rotated once per program, ahead of its rows, or by a kernel of their own: wgmma, which
+multiplies 64 plain rows, reads its left side in shared memory only if the compiler sees it loaded. What was
+computed is copied to registers before every product, which costs more than a launch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from dspark_jax.kernels.sparse_mla.window import WindowLists, window_lists
 from dspark_jax.kernels.triton import (
     LOG2_E,
     MASKED,
-    as_if_loaded,
     computed_once,
     dot,
     gather,
@@ -42,7 +42,8 @@ from dspark_jax.kernels.triton import (
     triton_call,
 )
 
-MERGE_HEADS = 4
+ROW_HEADS = 4
+"""Heads of one program of the kernels before and after."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,17 @@ def sparse_mla_pallas(
         jax.ShapeDtypeStruct((tile.splits, tokens, heads), jnp.float32),
     )
 
+    if norm_eps is not None and tile.heads >= 64 and not is_fp8:
+        (q,) = _call(
+            partial(_write_queries, norm_eps=norm_eps),
+            {"q": q, **angles},
+            grid=(pl.cdiv(heads, ROW_HEADS), tokens),
+            out_shape=(whole,),
+            name="sparse_mla_queries",
+            dispatch=dispatch,
+            num_warps=4,
+        )
+        refs["q"], norm_eps = q, None
     out = _call(
         partial(_attend, tile=tile, parts=parts, dtype=dtype, norm_eps=norm_eps),
         refs | angles,
@@ -193,7 +205,7 @@ def sparse_mla_pallas(
         out = _call(
             partial(_merge, splits=tile.splits),
             {"partial": partial_out, "lse": lse, **angles},
-            grid=(pl.cdiv(heads, MERGE_HEADS), tokens),
+            grid=(pl.cdiv(heads, ROW_HEADS), tokens),
             out_shape=(whole,),
             name="sparse_mla_merge",
             dispatch=dispatch,
@@ -219,42 +231,25 @@ def _attend(
     tile: Tile,
     parts: tuple[Part, ...],
     dtype: Any,
-    norm_eps: float,
+    norm_eps: float | None,
 ) -> None:
     """Body: one block of heads, one token, one run of tiles; rows and queries meet in `dtype`.
 
-    Refs: q [T, H, D]; sink [H]; layers [2]; slots [T]; ring [L, slots, W, D], step [T, D], listed [L_e, P*S, D],
-    each with places [T, K] and counts [T], ring and listed perhaps `Fp8Rows`; cos and sin [T, R/2]. `outs` is
-    out [T, H, D], or partial [splits, T, H, D], not rotated back, and lse [splits, T, H].
+    Refs: q [T, H, D], ready if `norm_eps` is None; sink [H]; layers [2]; slots [T]; ring [L, slots, W, D],
+    step [T, D], listed [L_e, P*S, D], each with places [T, K] and counts [T], ring and listed perhaps `Fp8Rows`;
+    cos and sin [T, R/2]. `outs` is out [T, H, D], or partial [splits, T, H, D], not rotated back, and
+    lse [splits, T, H].
     """
     token, split = pl.program_id(1), pl.program_id(2)
-    head = pl.program_id(0) * tile.heads + jnp.arange(tile.heads)
-    queries = partial(_queries, refs, token, head, parts, dtype=dtype, norm_eps=norm_eps)
-    fixed = {"refs": refs, "outs": outs, "tile": tile, "parts": parts, "dtype": dtype}
-    attend = partial(_attend_with, token=token, split=split, head=head, **fixed)
-    # wgmma multiplies 64 rows. Beside fp8 rows there are registers for queries, but not for a loop around it all.
-    if tile.heads >= 64 and not isinstance(refs["ring"], Fp8Rows):
-        as_if_loaded(attend, queries(), token)
-    else:
-        like = [jax.ShapeDtypeStruct((tile.heads, part.size), dtype) for part in parts]
-        attend(computed_once(queries, like, token))
-
-
-def _attend_with(
-    q: list[jax.Array],
-    *,
-    refs: dict[str, Any],
-    outs: tuple[Any, ...],
-    token: jax.Array,
-    split: jax.Array,
-    head: jax.Array,
-    tile: Tile,
-    parts: tuple[Part, ...],
-    dtype: Any,
-) -> None:
-    """The body from where queries are as they meet the rows, by parts [heads, size]; `head` [heads] names them."""
     heads, width = refs["q"].shape[1:]
+    head = pl.program_id(0) * tile.heads + jnp.arange(tile.heads)
     is_head = head < heads
+    if norm_eps is None:
+        q = load_parts(refs["q"], (token,), head, is_head, parts, dtype)
+    else:
+        ready = partial(_queries, refs, token, head, parts, dtype=dtype, norm_eps=norm_eps)
+        like = [jax.ShapeDtypeStruct((tile.heads, part.size), dtype) for part in parts]
+        q = computed_once(ready, like, token)
     sources: list[tuple[str, tuple[Any, ...], int]] = [
         ("ring", (refs["layers"][0], refs["slots"][token]), tile.keys),
         ("step", (), tile.step_keys),
@@ -317,19 +312,19 @@ def _attend_with(
 
 
 def _merge(refs: dict[str, Any], outs: tuple[Any, ...], *, splits: int) -> None:
-    """Body: MERGE_HEADS heads of one token. partial [splits, T, H, D], lse [splits, T, H], out [T, H, D]."""
+    """Body: ROW_HEADS heads of one token. partial [splits, T, H, D], lse [splits, T, H], out [T, H, D]."""
     (out,) = outs
     token = pl.program_id(1)
     heads, width = out.shape[1:]
-    head = pl.program_id(0) * MERGE_HEADS + jnp.arange(MERGE_HEADS)
+    head = pl.program_id(0) * ROW_HEADS + jnp.arange(ROW_HEADS)
     is_head = head < heads
     whole = whole_part(0, width)
     levels = [gather(refs["lse"], s, token, head, mask=is_head) for s in range(splits)]
     top = levels[0]
     for level in levels[1:]:
         top = jnp.maximum(top, level)
-    total = jnp.zeros(MERGE_HEADS, jnp.float32)
-    value = jnp.zeros((MERGE_HEADS, whole.size), jnp.float32)
+    total = jnp.zeros(ROW_HEADS, jnp.float32)
+    value = jnp.zeros((ROW_HEADS, whole.size), jnp.float32)
     for s, level in enumerate(levels):
         weight = jnp.exp2(level - top)
         (part,) = load_parts(refs["partial"], (s, token), head, is_head, (whole,), jnp.float32)
@@ -338,6 +333,17 @@ def _merge(refs: dict[str, Any], outs: tuple[Any, ...], *, splits: int) -> None:
     value = _rotate(value / total[:, None], refs, token, whole, width, inverse=True)
     place = (token, head[:, None], whole.channels[None])
     scatter(out, *place, value=value, mask=whole.mask(is_head))
+
+
+def _write_queries(refs: dict[str, Any], outs: tuple[Any, ...], *, norm_eps: float) -> None:
+    """Body: ROW_HEADS heads of one token as they meet the rows. q and out [T, H, D], cos and sin [T, R/2]."""
+    (out,) = outs
+    token, (heads, width) = pl.program_id(1), out.shape[1:]
+    head = pl.program_id(0) * ROW_HEADS + jnp.arange(ROW_HEADS)
+    whole = whole_part(0, width)
+    (value,) = _queries(refs, token, head, (whole,), dtype=out.dtype, norm_eps=norm_eps)
+    place = (token, head[:, None], whole.channels[None])
+    scatter(out, *place, value=value, mask=whole.mask(head < heads))
 
 
 def _queries(

@@ -51,9 +51,10 @@ def sparse_mla_reference(
 ) -> jax.Array:
     """See `sparse_mla` for arguments and result."""
     count, _, width = q.shape
-    q = _normed(q, norm_eps)
-    if rotation is not None:
-        q = turn_pairs(q, *(a[:, None] for a in rotation))
+    if norm_eps is not None:
+        q = _normed(q, norm_eps)
+        if rotation is not None:
+            q = turn_pairs(q, *(a[:, None] for a in rotation))
     length = window.shape[2]
     pool = None
     if entries is None:
