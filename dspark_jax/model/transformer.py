@@ -15,7 +15,7 @@ from flax import struct
 
 from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.dispatch import Dispatch
-from dspark_jax.kernels.rows import Keys, Rows, as_stored
+from dspark_jax.kernels.rows import Keys, Rows
 from dspark_jax.model import attention as attn
 from dspark_jax.model import hyper, moe
 from dspark_jax.model.batch import TokenBatch
@@ -197,8 +197,16 @@ def _attention(
     positions = frame.batch.positions
     frequencies = rotary_frequencies(cfg, compressed=attn.has_compressor(kind))
     q, latent = attn.queries(h, block, positions, frequencies, cfg)
-    rows = attn.latent_rows(h, block, positions, frequencies, cfg.rms_norm_eps)
-    rows = as_stored(rows, cache.window)
+    rows = attn.window_rows(
+        h,
+        block,
+        params.blocks.g_kv,
+        cache.window,
+        frame,
+        layer=layer,
+        kind=kind,
+        eps=cfg.rms_norm_eps,
+    )
     main_open = index_open = entries = places = counts = None
     if kind is AttentionKind.CSA:
         assert carry.csa_entries is not None and cache.csa_open is not None
@@ -213,7 +221,7 @@ def _attention(
             carry.csa_entries,
             main_open,
             cache.csa_open,
-            weights,
+            params.csa,
             frame.csa,
             frame,
             layer=own,
@@ -223,7 +231,7 @@ def _attention(
             carry.index_keys,
             index_open,
             cache.index_open,
-            indexer.compressor,
+            params.indexer.compressor,
             frame.csa,
             frame,
             layer=own,
@@ -243,7 +251,7 @@ def _attention(
             carry.hca_entries,
             main_open,
             cache.hca_open,
-            weights,
+            params.hca,
             frame.hca,
             frame,
             layer=own,
