@@ -9,6 +9,7 @@ from benchmarks.kernel_problems.compress import compress_problems
 from benchmarks.kernel_problems.experts import expert_problems, plan_problems
 from benchmarks.kernel_problems.hyper import hyper_problems
 from benchmarks.kernel_problems.index_topk import index_topk_problems
+from benchmarks.kernel_problems.latent_rows import latent_rows_problems
 from benchmarks.kernel_problems.linear import linear_problems
 from benchmarks.kernel_problems.problem import Problem, label
 from benchmarks.kernel_problems.router import router_problems
@@ -26,5 +27,6 @@ PROBLEMS: dict[str, Callable[[Dispatch], Iterator[Callable[[], Problem]]]] = {
     "linear": linear_problems,
     "hyper": hyper_problems,
     "compress": compress_problems,
+    "latent_rows": latent_rows_problems,
     "allocate": allocate_problems,
 }

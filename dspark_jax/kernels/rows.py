@@ -162,7 +162,7 @@ def quantize_rows(rows: jax.Array, num_rotary: int) -> Fp8Rows:
     """Rows [..., D] of any float dtype in fp8; the last `num_rotary` channels are rotary."""
     kept, rotary = jnp.split(rows, [rows.shape[-1] - num_rotary], axis=-1)
     wide = kept.astype(jnp.float32)
-    exponents = _scale_exponents(jnp.max(jnp.abs(_blocks(wide)), axis=-1))
+    exponents = scale_exponents(jnp.max(jnp.abs(_blocks(wide)), axis=-1))
     return Fp8Rows(
         codes=_codes(wide, _per_channel(exponents, kept.shape[-1])),
         rotary=jax.lax.reduce_precision(rotary, exponent_bits=8, mantissa_bits=7).astype(
@@ -184,8 +184,14 @@ def dequantize_rows(rows: Fp8Rows) -> jax.Array:
 def quantize_keys(keys: jax.Array) -> Fp8Keys:
     """Keys [..., I] of any float dtype in fp8, a key one block."""
     wide = keys.astype(jnp.float32)
-    exponents = _scale_exponents(jnp.max(jnp.abs(wide), axis=-1))
+    exponents = scale_exponents(jnp.max(jnp.abs(wide), axis=-1))
     return Fp8Keys(_codes(wide, exponents[..., None]), exponent_to_scale(exponents))
+
+
+def scale_exponents(amax: jax.Array) -> jax.Array:
+    """ceil(log2(max(amax, 1e-4) / 448)) + 127 as uint8, exactly: float32 amax [...] -> ue8m0 bytes [...]."""
+    bits = jax.lax.bitcast_convert_type(jnp.maximum(amax, _LEAST_AMAX), jnp.int32)
+    return (((bits + _ABOVE_LARGEST) >> 23) - _LARGEST_EXPONENT).astype(jnp.uint8)
 
 
 def _repeat(row: Any, lead: tuple[int, ...]) -> Any:
@@ -203,12 +209,6 @@ def _blocks(x: jax.Array) -> jax.Array:
 def _per_channel(of_blocks: jax.Array, width: int) -> jax.Array:
     """Values of blocks [..., ceil(width / 64)] for each channel [..., width]."""
     return jnp.repeat(of_blocks, ROW_BLOCK, axis=-1)[..., :width]
-
-
-def _scale_exponents(amax: jax.Array) -> jax.Array:
-    """ceil(log2(max(amax, 1e-4) / 448)) + 127 as uint8, exactly: float32 amax [...] -> ue8m0 bytes [...]."""
-    bits = jax.lax.bitcast_convert_type(jnp.maximum(amax, _LEAST_AMAX), jnp.int32)
-    return (((bits + _ABOVE_LARGEST) >> 23) - _LARGEST_EXPONENT).astype(jnp.uint8)
 
 
 def _codes(x: jax.Array, exponents: jax.Array) -> jax.Array:

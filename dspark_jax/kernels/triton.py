@@ -35,7 +35,8 @@ def triton_call(
     body: Callable[..., None],
     *args: Any,
     grid: Sequence[int],
-    out_shape: Any,
+    out_shape: Any = None,
+    in_place: Any = None,
     name: str,
     dispatch: Dispatch,
     num_warps: int,
@@ -43,11 +44,22 @@ def triton_call(
 ) -> Any:
     """Run `body(*arg_refs, *out_refs)` once per point of `grid`; the first grid axis runs fastest.
 
-    Arguments are arrays or trees of arrays, of which the body gets trees of refs.
+    Arguments are arrays or trees of arrays, of which the body gets trees of refs. A tree `in_place` takes the
+    place of `out_shape`: the result begins as these arrays, and is them where nothing else needs the old ones.
 
     Raises:
       ValueError: an argument has more elements than the lowering's 32-bit offsets can address.
     """
+    aliases: dict[int, int] = {}
+    run = body
+    if in_place is not None:
+        assert out_shape is None
+        out_shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), in_place)
+        first, place = len(jax.tree.leaves(args)), len(args)
+        aliases = {first + i: i for i in range(len(jax.tree.leaves(in_place)))}
+        # The refs of the old arrays are those of the result, which the body gets once.
+        run = lambda *refs: body(*refs[:place], *refs[place + 1 :])
+        args = (*args, in_place)
     for array in jax.tree.leaves((args, out_shape)):
         if not is_addressable(array):
             raise ValueError(
@@ -57,9 +69,10 @@ def triton_call(
     if 0 in grid:
         raise ValueError(f"{name}: empty grid {tuple(grid)}")
     return pl.pallas_call(
-        body,
+        run,
         grid=tuple(grid),
         out_shape=out_shape,
+        input_output_aliases=aliases,
         interpret=dispatch.interpret,
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         name=name,

@@ -16,7 +16,9 @@ from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.compress import compress
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.index_topk import index_topk, query_tiles
-from dspark_jax.kernels.rows import Keys, Rows, scatter
+from dspark_jax.kernels.latent_rows import finish_rows, store_rows
+from dspark_jax.kernels.rotary import turn_pairs
+from dspark_jax.kernels.rows import Keys, Rows
 from dspark_jax.kernels.sparse_mla import sparse_mla
 from dspark_jax.kernels.sparse_mla.window import WindowLists, window_lists
 from dspark_jax.model.batch import TokenBatch
@@ -32,6 +34,9 @@ from dspark_jax.model.layers import (
 )
 from dspark_jax.model.params import Block, Compressor, Indexer
 
+Angles = tuple[jax.Array, jax.Array]
+"""Cosine and sine of each rotary pair, float32 [..., R/2]."""
+
 
 class Entries(NamedTuple):
     """The compressed entries of one kind of layer in a step: which arise, where they go, which are seen."""
@@ -39,7 +44,7 @@ class Entries(NamedTuple):
     closing: jax.Array  # int32 [C] token that closes a window, T where unused
     page: jax.Array  # int32 [C] page for the entry, beyond the last where there is none
     offset: jax.Array  # int32 [C] place in the page
-    starts: jax.Array  # int32 [C] position of the window's first token
+    angles: Angles  # of the position of the window's first token, [C, R/2]
     visible: jax.Array  # int32 [T] entries that a token sees, 0 for padding
 
 
@@ -49,11 +54,17 @@ class Frame(NamedTuple):
     batch: TokenBatch
     page_table: jax.Array  # int32 [slots, max_pages]
     window: WindowLists
+    sliding_angles: Angles  # [T, R/2], for layers without a compressor
+    compressed_angles: Angles  # [T, R/2], for layers with one
     csa: Entries | None
     csa_tiles: jax.Array | None  # runs of queries that the indexer scores together
     hca: Entries | None
     hca_places: jax.Array | None  # int32 [T, K] every entry that a token could see
     dispatch: Dispatch
+
+    def angles(self, kind: AttentionKind) -> Angles:
+        """Those of the tokens in a layer of this kind."""
+        return self.compressed_angles if has_compressor(kind) else self.sliding_angles
 
 
 def make_frame(
@@ -67,14 +78,18 @@ def make_frame(
     """The frame of a step whose activations have `dtype`. XLA would compute its parts in every layer anew."""
     csa = hca = csa_tiles = hca_places = None
     if cache.csa_entries is not None:
-        csa = _entries(batch, cache.csa_entries, page_table, cfg.csa_ratio)
+        csa = _entries(batch, cache.csa_entries, page_table, cfg.csa_ratio, cfg)
         assert cache.index_keys is not None
         csa_tiles = query_tiles(
             batch.token_slots, cache.index_keys, page_table, dtype=dtype, dispatch=dispatch
         )
     if cache.hca_entries is not None:
-        hca = _entries(batch, cache.hca_entries, page_table, cfg.hca_ratio)
+        hca = _entries(batch, cache.hca_entries, page_table, cfg.hca_ratio, cfg)
         hca_places = _all_places(batch, cache.hca_entries, page_table)
+    sliding, compressed = (
+        rotary_angles(batch.positions, rotary_frequencies(cfg, compressed=table))
+        for table in (False, True)
+    )
     return Frame(
         batch=batch,
         page_table=page_table,
@@ -85,6 +100,8 @@ def make_frame(
             is_token=batch.is_token,
             length=cache.window.shape[2],
         ),
+        sliding_angles=sliding,
+        compressed_angles=compressed,
         csa=csa,
         csa_tiles=csa_tiles,
         hca=hca,
@@ -105,6 +122,32 @@ def query_heads(h: jax.Array, block: Block, cfg: ModelConfig) -> tuple[jax.Array
     latent = rms_norm(linear(h, block.w_q_a), block.g_q, cfg.rms_norm_eps)
     heads = linear(latent, block.w_q_b)
     return heads.reshape(*heads.shape[:-1], cfg.num_attention_heads, cfg.head_dim), latent
+
+
+def window_rows(
+    h: jax.Array,
+    block: Block,
+    gain: jax.Array,
+    window: Rows,
+    frame: Frame,
+    *,
+    layer: jax.Array,
+    kind: AttentionKind,
+    eps: float,
+) -> jax.Array:
+    """`latent_rows` of a step's tokens, h [T, M] -> [T, D], with the numbers that the ring `window` will hold.
+
+    `gain` [L, D] holds all layers.
+    """
+    return finish_rows(
+        linear(h, block.w_kv),
+        gain,
+        window,
+        layer=layer,
+        eps=eps,
+        angles=frame.angles(kind),
+        dispatch=frame.dispatch,
+    )
 
 
 def queries(
@@ -128,7 +171,9 @@ def project_heads(out: jax.Array, block: Block, cfg: ModelConfig) -> jax.Array:
     return linear(low.reshape(*low.shape[:-2], -1), block.w_o_b)
 
 
-def _entries(batch: TokenBatch, pool: Rows, page_table: jax.Array, ratio: int) -> Entries:
+def _entries(
+    batch: TokenBatch, pool: Rows, page_table: jax.Array, ratio: int, cfg: ModelConfig
+) -> Entries:
     """Entries of `ratio` tokens each in pages like those of `pool` [L, P, S, D].
 
     At most T // ratio + min(R, T) windows close: a row of n tokens closes at most n // ratio + 1.
@@ -146,7 +191,7 @@ def _entries(batch: TokenBatch, pool: Rows, page_table: jax.Array, ratio: int) -
         closing=closing,
         page=jnp.where((closing < tokens) & (own_page >= 0), own_page, pages),
         offset=number % per_page,
-        starts=number * ratio,
+        angles=rotary_angles(number * ratio, rotary_frequencies(cfg, compressed=True)),
         visible=jnp.where(batch.is_token, (batch.positions + 1) // ratio, 0),
     )
 
@@ -170,7 +215,7 @@ def write_entries(
     pool: Rows | Keys,
     new_rows: jax.Array,
     open_rows: jax.Array,
-    weights: Compressor,
+    stack: Compressor,
     entries: Entries,
     frame: Frame,
     *,
@@ -180,7 +225,7 @@ def write_entries(
     """Pool the windows that close in this step and store their entries in pages.
 
     `pool` [L, P, S, D] of one kind of layer, `new_rows` this step's open rows, `open_rows` the ring stack,
-    `weights` one layer's compressor, `entries` those of its kind, `layer` its index in the stacks.
+    `stack` the compressors of that kind, `entries` its entries, `layer` the index in all stacks.
 
     Returns the pool.
     """
@@ -194,13 +239,21 @@ def write_entries(
         positions=batch.positions,
         starts=batch.token_starts,
         row_heads=batch.row_heads,
-        ratio=weights.ape.shape[0],
+        ratio=stack.ape.shape[1],
         overlap=new_rows.shape[-1] == 4 * pool.shape[-1],
         dispatch=frame.dispatch,
     )
-    entry = rms_norm(pooled, weights.g_norm, cfg.rms_norm_eps)
-    entry = rotate(entry, entries.starts, rotary_frequencies(cfg, compressed=True))
-    return scatter(pool, (layer, entries.page, entries.offset), entry)
+    return store_rows(
+        pool,
+        pooled,
+        stack.g_norm,
+        layer=layer,
+        page=entries.page,
+        offset=entries.offset,
+        eps=cfg.rms_norm_eps,
+        angles=entries.angles,
+        dispatch=frame.dispatch,
+    )
 
 
 def choose_entries(
@@ -217,7 +270,7 @@ def choose_entries(
     batch, entries = frame.batch, frame.csa
     assert entries is not None
     q = linear(latent, indexer.w_q_b).reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
-    q = rotate(q, batch.positions, rotary_frequencies(cfg, compressed=True))
+    q = turn_pairs(q, *(a[:, None] for a in frame.compressed_angles))
     scale = (cfg.index_n_heads * cfg.index_head_dim) ** -0.5
     return index_topk(
         q,
@@ -241,7 +294,7 @@ def attend(
     frame: Frame,
     *,
     layer: jax.Array,
-    frequencies: np.ndarray,
+    kind: AttentionKind,
     norm_eps: float,
     entries: Rows | None = None,
     entry_layer: jax.Array | int = 0,
@@ -267,7 +320,7 @@ def attend(
         entry_counts=counts,
         lists=frame.window,
         norm_eps=norm_eps,
-        rotation=rotary_angles(batch.positions, frequencies),
+        rotation=frame.angles(kind),
         dispatch=frame.dispatch,
     )
 

@@ -140,8 +140,8 @@ def layer_indexer(stack: Indexer, layer: jax.Array | int, dispatch: Dispatch) ->
 
 
 def layer_compressor(stack: Compressor, layer: jax.Array | int, dispatch: Dispatch) -> Compressor:
-    """One layer of a stack of compressors, as `layer_block`."""
-    return _cut(stack, layer, dispatch, ["w_kv_gate"])
+    """One layer of a stack of compressors, as `layer_block`, without the norm: its gain is read from the stack."""
+    return _cut(stack.replace(g_norm=None), layer, dispatch, ["w_kv_gate"])
 
 
 def layer_matrix(stack: Weight, layer: jax.Array | int, dispatch: Dispatch) -> Weight | LayerWeight:

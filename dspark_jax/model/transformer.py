@@ -15,12 +15,12 @@ from flax import struct
 
 from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.dispatch import Dispatch
-from dspark_jax.kernels.rows import Keys, Rows, as_stored
+from dspark_jax.kernels.rows import Keys, Rows
 from dspark_jax.model import attention as attn
 from dspark_jax.model import hyper, moe
 from dspark_jax.model.batch import TokenBatch
 from dspark_jax.model.cache import Cache, StepRows
-from dspark_jax.model.layers import linear_f32, rms_norm, rotary_frequencies
+from dspark_jax.model.layers import linear_f32, rms_norm
 from dspark_jax.model.params import (
     Block,
     Params,
@@ -195,10 +195,17 @@ def _attention(
 ) -> tuple[jax.Array, _Carry, _Rows]:
     """Attention block of one kind: output [T, M], carry with new entries, the layer's rows."""
     positions = frame.batch.positions
-    frequencies = rotary_frequencies(cfg, compressed=attn.has_compressor(kind))
     q, latent = attn.query_heads(h, block, cfg)
-    rows = attn.latent_rows(h, block, positions, frequencies, cfg.rms_norm_eps)
-    rows = as_stored(rows, cache.window)
+    rows = attn.window_rows(
+        h,
+        block,
+        params.blocks.g_kv,
+        cache.window,
+        frame,
+        layer=layer,
+        kind=kind,
+        eps=cfg.rms_norm_eps,
+    )
     main_open = index_open = entries = places = counts = None
     if kind is AttentionKind.CSA:
         assert carry.csa_entries is not None and cache.csa_open is not None
@@ -213,7 +220,7 @@ def _attention(
             carry.csa_entries,
             main_open,
             cache.csa_open,
-            weights,
+            params.csa,
             frame.csa,
             frame,
             layer=own,
@@ -223,7 +230,7 @@ def _attention(
             carry.index_keys,
             index_open,
             cache.index_open,
-            indexer.compressor,
+            params.indexer.compressor,
             frame.csa,
             frame,
             layer=own,
@@ -243,7 +250,7 @@ def _attention(
             carry.hca_entries,
             main_open,
             cache.hca_open,
-            weights,
+            params.hca,
             frame.hca,
             frame,
             layer=own,
@@ -258,7 +265,7 @@ def _attention(
         block,
         frame,
         layer=layer,
-        frequencies=frequencies,
+        kind=kind,
         norm_eps=cfg.rms_norm_eps,
         entries=entries,
         entry_layer=own,

@@ -34,9 +34,9 @@ from dspark_jax.serving.program_store import ProgramStore, without_jax_cache
 Program = Callable[..., Any]
 
 # What XLA is told besides its defaults, by platform. On a CPU a step's time goes into matrix products, which are
-# library calls, and into loops that run as fast at level 1 as at 3: a higher level only compiles for longer. On a GPU
-# XLA would merge products of the same input: at run time it copies their matrices behind each other and their results
-# apart again, 3 % of a step of 1024 tokens.
+# library calls, and into loops that run as fast at level 1 as at 3: a higher level only compiles for longer. On a
+# GPU XLA would merge products of the same input: at run time it copies their matrices behind each other and their
+# results apart again, 3 % of a step of 1024 tokens.
 _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {"xla_backend_optimization_level": 1},
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},

@@ -14,6 +14,7 @@ from dspark_jax.kernels.dispatch import Backend, Dispatch
 from dspark_jax.kernels.expert_mlp import expert_mlp
 from dspark_jax.kernels.hyper import hyper_enter, hyper_leave
 from dspark_jax.kernels.index_topk import index_topk
+from dspark_jax.kernels.latent_rows import finish_rows, store_rows
 from dspark_jax.kernels.linear import stacked_linear
 from dspark_jax.kernels.linear.pallas_triton import MANY_TOKENS
 from dspark_jax.kernels.quantized import (
@@ -192,4 +193,36 @@ def problems(tokens: int, capability: int = 90) -> dict[str, tuple[Callable[...,
             },
             1,
         )
+    return found | _latent_rows(tokens, dispatch)
+
+
+def _latent_rows(tokens: int, dispatch: Dispatch) -> dict[str, tuple[Callable[..., Any], Any, int]]:
+    found: dict[str, tuple[Callable[..., Any], Any, int]] = {}
+    angles = (floats(tokens, 32), floats(tokens, 32))
+    for row_format in RowFormat:
+        found[f"latent_rows finish {row_format.value}"] = (
+            lambda tree: finish_rows(**tree, layer=3, eps=1e-6, dispatch=dispatch),
+            {
+                "raw": halves(tokens, 512),
+                "gain": halves(43, 512),
+                "like": cache_rows(row_format, 43, 256, 128),
+                "angles": angles,
+            },
+            1,
+        )
+        for name, empty in (("rows", cache_rows), ("keys", index_keys)):
+            pool = empty(row_format, 20, 2048, 64)
+            width = pool.shape[-1]
+            found[f"latent_rows store {name} {row_format.value}"] = (
+                lambda tree: store_rows(**tree, layer=3, eps=1e-6, dispatch=dispatch),
+                {
+                    "pool": pool,
+                    "raw": floats(tokens, width),
+                    "gain": halves(20, width),
+                    "page": ints(tokens),
+                    "offset": ints(tokens),
+                    "angles": angles,
+                },
+                1,
+            )
     return found
