@@ -44,10 +44,10 @@ formats = pytest.mark.parametrize(
 FLOAT32_GPU = Tolerance(1e-4, 1e-4, 1e-9)
 """Float32 throughout, with the GPU's approximate exponentials and reciprocals."""
 
-FLOAT16_OPERANDS = Tolerance(1.5e-2, 3e-3, 1e-6)
-"""Activations beside quantised weights are rounded to float16.
+FLOAT16_OPERANDS = Tolerance(2.5e-2, 3e-3, 1e-6)
+"""Activations beside quantised weights, and the rows of single experts, are rounded to float16.
 
-At Pro size that is 0.002, and 0.011 for the worst of seven million values.
+At Pro size the worst of seven million values was 0.017 off.
 """
 
 MIXING_WEIGHTS = Tolerance(2e-4, 2e-4, 1e-7)
@@ -61,16 +61,20 @@ def exact_references() -> Iterator[None]:
         yield
 
 
-def both(function: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    """Result of the compiled kernel and of the reference. Leaves that are no arrays are fixed."""
+def both(
+    function: Any, arguments: dict[str, Any], *, by_operation: bool = False
+) -> tuple[Any, Any]:
+    """Result of the compiled kernel and of the reference. Leaves that are no arrays are fixed.
+
+    With `by_operation` the reference is not compiled as a whole: XLA would skip roundings between its operations.
+    """
     is_array = lambda x: any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
     arrays = {k: v for k, v in arguments.items() if is_array(v)}
     fixed = {k: v for k, v in arguments.items() if k not in arrays}
-    results = [
-        jax.jit(partial(function, **fixed, dispatch=dispatch))(**arrays)
-        for dispatch in (default_dispatch(), Dispatch())
-    ]
-    return results[0], results[1]
+    run = partial(function, **fixed)
+    out = jax.jit(partial(run, dispatch=default_dispatch()))(**arrays)
+    with jax.disable_jit(by_operation):
+        return out, jax.jit(partial(run, dispatch=Dispatch()))(**arrays)
 
 
 # --- sparse attention --------------------------------------------------------------------------
@@ -335,30 +339,32 @@ LATENT_CASES = [
 
 
 def check_latent(out: Any, expected: Any, is_rounded: bool, tolerance: Tolerance) -> None:
-    """Rounded values may lie one code apart: a few, or one of thirty where bfloat16 was rounded only once."""
+    """Rounded values may lie one code apart: a few, because sums before the rounding differ in their last digit."""
     if not is_rounded:
         assert_close(out, expected, tolerance)
         return
     out, expected = (np.asarray(x, np.float32) for x in (out, expected))
-    np.testing.assert_allclose(out, expected, rtol=0.15, atol=1e-2)
-    assert (out != expected)[np.isfinite(expected)].mean() < 0.05
+    # A digit lost before the rotation is as large as the larger of the pair makes it.
+    largest = float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
+    np.testing.assert_allclose(out, expected, rtol=0.15, atol=tolerance.absolute * largest)
+    different = (out != expected)[np.isfinite(expected)]
+    assert different.sum() <= max(64, 0.01 * different.size)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("row_format", RowFormat, ids=lambda kind: kind.value)
 @pytest.mark.parametrize("case", LATENT_CASES, ids=lambda case: case.name)
 def test_latent_rows(case: latent_cases.Case, row_format: RowFormat, dtype: Any) -> None:
-    """In bfloat16 the reference may skip a rounding between norm and rotation."""
     tolerance = FLOAT32_GPU if dtype == jnp.float32 else BFLOAT16_OP
     like = empty_rows((), case.width, row_format, num_rotary=case.rotary, dtype=dtype)
     arguments = latent_cases.make(case, fresh_seed(), dtype)
-    out, expected = both(finish_rows, arguments | {"like": like})
+    out, expected = both(finish_rows, arguments | {"like": like}, by_operation=True)
     np.testing.assert_array_equal(as_stored(out, like), out)
     check_latent(out, expected, row_format is not RowFormat.PLAIN, tolerance)
     for is_keys in (False, True):
         arguments = latent_cases.make_stored(
             case, fresh_seed(), dtype, row_format, is_keys=is_keys, pages=700
         )
-        out, expected = both(store_rows, arguments)
+        out, expected = both(store_rows, arguments, by_operation=True)
         is_rounded = not isinstance(out, jax.Array)
         check_latent(decode(out), decode(expected), is_rounded, tolerance)

@@ -59,11 +59,11 @@ def default_tile(*, assignments: int, experts: int, bits: int, capability: int) 
     the same sizes.
     """
     del capability
-    few, some, many = (assignments <= rows * experts for rows in (12, 24, 64))
+    few, several, some, many = (assignments <= rows * experts for rows in (12, 18, 24, 64))
     if bits == 4 and few:
         return Tile(16, columns=128, depth=256, warps=4, stages=2)
     if bits == 4 and some:
-        return Tile(32, columns=128, depth=128, warps=4, stages=3)
+        return Tile(32, columns=128, depth=256 if several else 128, warps=4, stages=3)
     if bits == 4 and many:
         return Tile(64, columns=128, depth=64, warps=4, stages=3, in_order=True)
     if bits == 4:

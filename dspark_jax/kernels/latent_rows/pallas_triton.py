@@ -234,7 +234,8 @@ def _round_to_e4m3(x: jax.Array) -> jax.Array:
     rest = steps - whole.astype(jnp.float32)
     is_up = (rest > 0.5) | ((rest == 0.5) & (whole & 1 == 1))
     subnormal = (whole + is_up.astype(jnp.int32)).astype(jnp.float32) * _SUBNORMAL_STEP
-    # Zero keeps its sign.
-    subnormal = jnp.where(lax.bitcast_convert_type(x, jnp.int32) < 0, -subnormal, subnormal)
+    # Zero keeps its sign; the lowering negates by a subtraction from zero, which would lose it.
+    bits, sign = (lax.bitcast_convert_type(v, jnp.int32) for v in (subnormal, x))
+    subnormal = lax.bitcast_convert_type(bits | (sign & jnp.int32(-(2**31))), jnp.float32)
     rounded = jnp.where(jnp.abs(x) < _LEAST_NORMAL, subnormal, _round(x, _E4M3_LACKS))
     return jnp.where(jnp.abs(rounded) <= _LARGEST, rounded, jnp.nan)
