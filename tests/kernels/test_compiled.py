@@ -339,7 +339,7 @@ LATENT_CASES = [
 
 
 def check_latent(out: Any, expected: Any, is_rounded: bool, tolerance: Tolerance) -> None:
-    """Rounded values may lie one code apart: a few, because sums before the rounding differ in their last digit."""
+    """Rounded values may lie one code apart: a few, as sums before the rounding differ in their last digit."""
     if not is_rounded:
         assert_close(out, expected, tolerance)
         return

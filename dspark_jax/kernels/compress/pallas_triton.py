@@ -1,6 +1,6 @@
 """Triton kernel of `compress`: one program pools a block of channels of one closing window.
 
-Norm, rotation and the scatter into pages stay outside: they touch one row per closing window, which XLA fuses.
+Norm, rotation, rounding and the place in a page are the work of `latent_rows`, which sees a row as a whole.
 """
 
 from __future__ import annotations
