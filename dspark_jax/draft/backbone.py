@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from dspark_jax.config import ModelConfig
 from dspark_jax.draft.params import DraftParams
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.norm import rms_norm
 from dspark_jax.model import attention as attn
 from dspark_jax.model import hyper, moe
-from dspark_jax.model.layers import linear, rms_norm, rotary_frequencies, rotate
+from dspark_jax.model.layers import linear, rotary_frequencies, rotate
 from dspark_jax.model.params import Block, Params, layer_block, layer_matrix
 
 

@@ -20,7 +20,8 @@ from dspark_jax.draft.propose import (
     draw_in_sequence,
     tokens_before,
 )
-from dspark_jax.model.layers import linear, linear_f32, rms_norm
+from dspark_jax.kernels.norm import rms_norm
+from dspark_jax.model.layers import linear, linear_f32
 
 
 class DenseContext(NamedTuple):

@@ -13,7 +13,7 @@ from dspark_jax.draft.backbone import run_block
 from dspark_jax.draft.heads import calibrate, confidence_logits, transition_logits
 from dspark_jax.draft.params import DraftParams
 from dspark_jax.kernels.dispatch import Dispatch
-from dspark_jax.model.layers import rms_norm
+from dspark_jax.kernels.norm import rms_norm
 from dspark_jax.model.params import Params
 from dspark_jax.model.transformer import logits
 

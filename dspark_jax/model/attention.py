@@ -17,6 +17,7 @@ from dspark_jax.kernels.compress import compress
 from dspark_jax.kernels.dispatch import Dispatch
 from dspark_jax.kernels.index_topk import index_topk, query_tiles
 from dspark_jax.kernels.latent_rows import finish_rows, store_rows
+from dspark_jax.kernels.norm import rms_norm
 from dspark_jax.kernels.rotary import turn_pairs
 from dspark_jax.kernels.rows import Keys, Rows
 from dspark_jax.kernels.sparse_mla import sparse_mla
@@ -27,7 +28,6 @@ from dspark_jax.model.layers import (
     linear,
     linear_by_group,
     linear_f32,
-    rms_norm,
     rotary_angles,
     rotary_frequencies,
     rotate,

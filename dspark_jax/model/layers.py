@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, linear maps and the clamped gate: the pieces that every block is made of."""
+"""Rotary embedding, linear maps and the clamped gate: pieces that every block is made of."""
 
 from __future__ import annotations
 
@@ -12,18 +12,6 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.kernels.linear import LayerWeight, stacked_linear
 from dspark_jax.kernels.quantized import Weight, dequantize
 from dspark_jax.kernels.rotary import turn_pairs
-
-
-def rms_norm(x: jax.Array, gain: jax.Array | None, eps: float) -> jax.Array:
-    """x [..., D] over its root mean square, times `gain` [..., D] if there is one.
-
-    Statistics and gain are applied in float32; the result has the dtype of `x`.
-    """
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    if gain is not None:
-        wide = wide * gain.astype(jnp.float32)
-    return wide.astype(x.dtype)
 
 
 def rotary_frequencies(cfg: ModelConfig, *, compressed: bool) -> np.ndarray:

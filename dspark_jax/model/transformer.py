@@ -15,12 +15,13 @@ from flax import struct
 
 from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.norm import rms_norm
 from dspark_jax.kernels.rows import Keys, Rows
 from dspark_jax.model import attention as attn
 from dspark_jax.model import hyper, moe
 from dspark_jax.model.batch import TokenBatch
 from dspark_jax.model.cache import Cache, StepRows
-from dspark_jax.model.layers import linear_f32, rms_norm
+from dspark_jax.model.layers import linear_f32
 from dspark_jax.model.params import (
     Block,
     Params,

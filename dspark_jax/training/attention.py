@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.config import AttentionKind, ModelConfig
+from dspark_jax.kernels.norm import rms_norm
 from dspark_jax.model.attention import has_compressor, latent_rows, project_output, queries
-from dspark_jax.model.layers import linear, rms_norm, rotary_frequencies, rotate
+from dspark_jax.model.layers import linear, rotary_frequencies, rotate
 from dspark_jax.model.params import Block, Compressor, Indexer
 from dspark_jax.training.layers import wide_linear
 

@@ -15,9 +15,10 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.draft.backbone import context_rows
 from dspark_jax.draft.params import DraftParams, draft_specs
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.norm import rms_norm
 from dspark_jax.model import hyper
 from dspark_jax.model.attention import latent_rows, project_output, queries
-from dspark_jax.model.layers import rms_norm, rotary_frequencies
+from dspark_jax.model.layers import rotary_frequencies
 from dspark_jax.model.params import Block
 from dspark_jax.training.forward import cast_params
 from dspark_jax.training.layers import collapse, enter, experts, leave, mix, wide_linear

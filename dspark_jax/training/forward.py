@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax.config import AttentionKind, LayerKind, ModelConfig, RouterKind
+from dspark_jax.kernels.norm import rms_norm
 from dspark_jax.model import hyper
-from dspark_jax.model.layers import rms_norm
 from dspark_jax.model.params import Block, Compressor, Indexer, Params, Spec, param_specs
 from dspark_jax.training.attention import attention
 from dspark_jax.training.layers import collapse, enter, experts, leave, mix, wide_linear

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import AttentionKind, ModelConfig, RouterKind
+from dspark_jax.kernels.norm import rms_norm
 from dspark_jax.model import hyper
 from dspark_jax.model.attention import has_compressor, latent_rows, project_output, queries
-from dspark_jax.model.layers import linear, rms_norm, rotary_frequencies, rotate
+from dspark_jax.model.layers import linear, rotary_frequencies, rotate
 from dspark_jax.model.params import Block, Compressor, Indexer, Params
 from dspark_jax.training.attention import kth_largest
 from dspark_jax.training.layers import collapse, enter, experts, leave, mix, wide_linear

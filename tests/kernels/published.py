@@ -114,7 +114,10 @@ def problems(tokens: int, capability: int = 90) -> dict[str, tuple[Callable[...,
                     "entry_counts": ints(tokens),
                     "rotation": (floats(tokens, 32), floats(tokens, 32)),
                 },
-                2 if tokens * size["heads"] <= 64 * 64 else 1,
+                # Queries of few tokens have a kernel of their own beside plain rows; parts are merged by one.
+                1
+                + (row_format is RowFormat.PLAIN and tokens < 256)
+                + (tokens * size["heads"] <= 64 * 64),
             )
             for entries, kernels in ((8192, 2), (65536, 3)):
                 found[f"index_topk {model} {row_format.value} {entries}"] = (

@@ -12,7 +12,7 @@ from dspark_jax.draft.backbone import context_rows, run_block, write_context
 from dspark_jax.draft.heads import transition_logits
 from dspark_jax.draft.params import draft_specs
 from dspark_jax.kernels.dispatch import Dispatch
-from dspark_jax.model.layers import rms_norm
+from dspark_jax.kernels.norm import rms_norm
 from dspark_jax.model.params import param_specs
 from dspark_jax.model.transformer import logits
 from dspark_jax.training import draft_forward

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.kernels.norm import rms_norm
 from dspark_jax.kernels.rotary import turn_pairs
 from dspark_jax.kernels.rows import by_place, gather
 
@@ -52,7 +53,7 @@ def sparse_mla_reference(
     """See `sparse_mla` for arguments and result."""
     count, _, width = q.shape
     if norm_eps is not None:
-        q = _normed(q, norm_eps)
+        q = rms_norm(q, None, norm_eps)
         if rotation is not None:
             q = turn_pairs(q, *(a[:, None] for a in rotation))
     length = window.shape[2]
@@ -101,10 +102,3 @@ def sparse_mla_reference(
         lambda: attend_all(entry_places[:, :_FEW_ENTRIES]),
         lambda: attend_all(entry_places),
     )
-
-
-def _normed(q: jax.Array, eps: float) -> jax.Array:
-    """q [..., D] over its root mean square, which is float32, in the dtype of q."""
-    wide = q.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return wide.astype(q.dtype)

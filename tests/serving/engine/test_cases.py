@@ -84,7 +84,8 @@ async def test_case_39_from_full_load_to_none():
     for outcome, request in zip(outcomes, requests, strict=True):
         check_ordinary(outcome, request, executor.max_model_len)
     assert max(len(plan.rows) for plan in executor.plans) > 64
-    assert len(executor.plans[-1].rows) < 8
+    # Some requests of the longest length end together.
+    assert len(executor.plans[-1].rows) < 64
     assert sample(metrics.registry, "vllm:num_requests_running") == 0
     assert sample(metrics.registry, "vllm:kv_cache_usage_perc") == 0
 
