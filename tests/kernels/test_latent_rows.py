@@ -128,7 +128,9 @@ def check_rounding(width: int, rotary: int, dispatch: Dispatch) -> None:
                 np.testing.assert_array_equal(new, old)
 
 
-@pytest.mark.parametrize(("width", "rotary"), [(512, 64), (200, 40)])
+@pytest.mark.parametrize(
+    ("width", "rotary"), [pytest.param(512, 64, marks=pytest.mark.slow), (200, 40)]
+)
 def test_rounding_is_that_of_stored_rows(width: int, rotary: int) -> None:
     check_rounding(width, rotary, INTERPRETED)
 
