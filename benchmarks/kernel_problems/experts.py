@@ -109,9 +109,8 @@ def _expert(tokens: int, storage: str, stack: _LazyStack, dispatch: Dispatch) ->
     variants = {}
     # A tile of fp8 weights is at most 128 columns of the input deep, one of fp4 in quarters at least.
     depths = {"plain": (32, 64, 128), "fp8": (128,), "fp4": (128, 256, 512)}[storage]
-    ways = {default.in_order: (64, 128) if default.in_order else depths}
-    if storage == "fp4":
-        ways = {default.in_order: ways[default.in_order], True: (64, 128), False: depths}
+    # Whether it is decoded in order -> depths; only fp4 can be.
+    ways = {False: depths} | ({True: (64, 128)} if storage == "fp4" else {})
     rows = [r for r in (default.rows // 2, default.rows, 2 * default.rows) if r >= 16]
     tiles = [
         expert.Tile(*sizes, weights_first=default.weights_first, in_order=in_order)

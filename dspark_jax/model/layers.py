@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,14 +72,23 @@ def linear(x: jax.Array, weight: Weight | LayerWeight) -> jax.Array:
 
 def linear_by_group(x: jax.Array, weight: Weight | LayerWeight) -> jax.Array:
     """x [..., G, K] -> [..., G, N]: group g meets the rows [g*N, (g+1)*N) of weight [G*N, K], else as `linear`."""
-    groups, inner = x.shape[-2:]
     if isinstance(weight, LayerWeight):
-        flat = x.reshape(-1, groups, inner)
-        out = stacked_linear(flat, weight.stack, layer=weight.layer, dispatch=weight.dispatch)
-        return out.reshape(*x.shape[:-1], -1)
+        return _layer_product(x, weight, x.dtype)
     matrix = dequantize(weight, x.dtype)
-    each = zip(jnp.moveaxis(x, -2, 0), jnp.split(matrix, groups))
+    each = zip(jnp.moveaxis(x, -2, 0), jnp.split(matrix, x.shape[-2]))
     return jnp.stack([linear(part, own) for part, own in each], axis=-2)
+
+
+def _layer_product(x: jax.Array, weight: LayerWeight, dtype: Any) -> jax.Array:
+    """`linear_by_group` with a result in `dtype`."""
+    out = stacked_linear(
+        x.reshape(-1, *x.shape[-2:]),
+        weight.stack,
+        layer=weight.layer,
+        dtype=dtype,
+        dispatch=weight.dispatch,
+    )
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def linear_f32(x: jax.Array, weight: Weight | LayerWeight) -> jax.Array:
@@ -87,14 +97,7 @@ def linear_f32(x: jax.Array, weight: Weight | LayerWeight) -> jax.Array:
     Products of two bfloat16 numbers are exact in float32, so such operands are not widened first.
     """
     if isinstance(weight, LayerWeight):
-        out = stacked_linear(
-            x.reshape(-1, 1, x.shape[-1]),
-            weight.stack,
-            layer=weight.layer,
-            dtype=jnp.float32,
-            dispatch=weight.dispatch,
-        )
-        return out.reshape(*x.shape[:-1], -1)
+        return _layer_product(x[..., None, :], weight, jnp.float32)[..., 0, :]
     if isinstance(weight, jax.Array) and x.dtype == weight.dtype == jnp.bfloat16:
         return jnp.einsum("...k,nk->...n", x, weight, preferred_element_type=jnp.float32)
     wide = x.astype(jnp.float32)

@@ -12,6 +12,7 @@ import numpy as np
 
 from dspark_jax.config import AttentionKind, ModelConfig
 from dspark_jax.kernels.norm import rms_norm
+from dspark_jax.kernels.order import ordered_bits
 from dspark_jax.model.attention import has_compressor, latent_rows, project_output, queries
 from dspark_jax.model.layers import linear, rotary_frequencies, rotate
 from dspark_jax.model.params import Block, Compressor, Indexer
@@ -109,9 +110,7 @@ def kth_largest(scores: jax.Array, k: int) -> jax.Array:
     """
     if scores.shape[-1] <= k:
         return jnp.full(scores.shape[:-1], _MASKED)
-    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
-    # Floats as integers of the same order: flip the magnitude of negatives.
-    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = ordered_bits(scores)
 
     def halve(_, bounds):
         low, high = bounds  # low is reached by k scores, high is not

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.order import ordered_bits
 from dspark_jax.kernels.row_tile import tile_dtype
 from dspark_jax.kernels.rows import Fp8Keys, Keys
 from dspark_jax.kernels.triton import dot, gather, loop, scatter, triton_call
@@ -357,8 +358,7 @@ def _rank(
 
     All valid ones are chosen if there are no more than `want`.
     """
-    bits = lax.bitcast_convert_type(score, jnp.int32)
-    order = jnp.where(valid, bits ^ ((bits >> 31) & 0x7FFFFFFF), _LOWEST)
+    order = jnp.where(valid, ordered_bits(score), _LOWEST)
     want = jnp.minimum(want, jnp.sum(valid.astype(jnp.int32)))
 
     def at_least(bound):

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dspark_jax.kernels.dispatch import Dispatch
+from dspark_jax.kernels.order import ordered_bits
 from dspark_jax.kernels.triton import gather, multiprocessors, scatter, triton_call
 
 _LOWEST, _HIGHEST = -(2**31), 2**31 - 1
@@ -138,5 +139,4 @@ def _route(
 
 def _order(x: jax.Array) -> jax.Array:
     """int32 that order as the float32 x do, above the lowest integer; NaN of either sign is the highest."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(x == x, bits ^ ((bits >> 31) & _HIGHEST), _HIGHEST)
+    return jnp.where(x == x, ordered_bits(x), _HIGHEST)
